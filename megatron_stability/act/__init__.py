@@ -1,0 +1,1 @@
+"""What a Decision does: the sample ledger, learning-rate scale, rewind, halt."""

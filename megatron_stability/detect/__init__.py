@@ -1,0 +1,1 @@
+"""Detectors: a StepRecord in, a Verdict out; state that can be saved."""

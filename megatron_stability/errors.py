@@ -1,0 +1,12 @@
+"""The one kind of error that a user is meant to read."""
+
+EXIT_FINE, EXIT_FINDING, EXIT_UNUSABLE = 0, 1, 2
+
+
+class UsageError(Exception):
+    """Bad input: one clear sentence that names the flag, file, rank or layer and says how to mend it; exit code 2.
+
+    The command line prints `str(error)` alone, without a traceback. Programming errors are never wrapped in it.
+    """
+
+    exit_code = EXIT_UNUSABLE

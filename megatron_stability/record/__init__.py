@@ -1,0 +1,1 @@
+"""What remains: the ledger, sinks, incident bundles, the report."""

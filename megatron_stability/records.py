@@ -1,0 +1,157 @@
+"""What the rooms hand to each other: frozen records, identical on every rank.
+
+Legend, used in every docstring and shape comment of this project:
+
+    T  ranks of a tensor-parallel (TP) group      D  ranks of a data-parallel (DP) group     P  pipeline stages (PP)
+    b  micro-batch size     s  sequence length    h  hidden size     H_q, H_kv  query / key-value heads     d_k  head size
+    V  vocabulary rows, V/T of them on a TP rank  L  layers
+
+    loss            nats per valid target token, mean over the global batch (pure cross-entropy, no z-loss)
+    grad_norm       L2 norm of the whole model's gradient before clipping, dimensionless
+    step            1-based training iteration: the number Megatron prints, `args.iteration + 1` while it runs
+    sample index    0-based position in the global order in which Megatron consumes samples (`consumed_train_samples`)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from types import MappingProxyType
+from typing import Any
+
+_NO_SIGNALS: Mapping[str, float] = MappingProxyType({})
+
+
+class Tier(StrEnum):
+    """How bad a verdict is; the order below is the order of severity."""
+
+    WATCH = "watch"
+    SMALL = "small"
+    MEDIUM = "medium"
+    LARGE = "large"
+    NON_FINITE = "non_finite"
+    SYSTEM = "system"  # ranks disagree: the process itself can't be trusted
+
+    @property
+    def severity(self) -> int:
+        """0 (watch) to 5 (system)."""
+        return list(Tier).index(self)
+
+
+class Action(StrEnum):
+    """What is done with a step; the order below is the order of precedence."""
+
+    APPLY = "apply"
+    SCALE_WEIGHT_DECAY = "scale_weight_decay"
+    SCALE_LR = "scale_lr"
+    SKIP = "skip"
+    REWIND = "rewind"
+    HALT = "halt"
+
+    @property
+    def precedence(self) -> int:
+        """0 (apply) to 5 (halt)."""
+        return list(Action).index(self)
+
+    @property
+    def updates_weights(self) -> bool:
+        """Whether the optimizer step runs."""
+        return self.precedence < Action.SKIP.precedence
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepRecord:
+    """One training step as every rank sees it after the one reduction.
+
+    `loss` and `grad_norm` are NaN exactly where the count beside them is not zero; finiteness is always judged by the
+    counts, never by comparing the values. `signals` holds what optional observers add, by name (see `observe/`).
+    """
+
+    step: int
+    first_sample: int
+    samples: int
+    tokens: float
+    loss: float
+    grad_norm: float
+    nonfinite_losses: int = 0  # micro-batch losses that were NaN or Inf, summed over the ranks that own one
+    nonfinite_grads: int = 0  # ranks whose gradient norm was NaN or Inf
+    overflow: bool = False  # fp16: the loss scaler itself rejected the gradient
+    learning_rate: float = 0.0
+    disagreeing_ranks: tuple[int, ...] = ()  # ranks whose step or sample cursor differs from rank 0's
+    culprit_ranks: tuple[int, ...] = ()  # ranks where something was non-finite before any reduction mixed it
+    signals: Mapping[str, float] = field(default=_NO_SIGNALS)
+
+    @property
+    def finite(self) -> bool:
+        """No NaN or Inf in any loss or gradient."""
+        return not (self.nonfinite_losses or self.nonfinite_grads or self.overflow)
+
+    @property
+    def last_sample(self) -> int:
+        """The sample index just past this step's."""
+        return self.first_sample + self.samples
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """What one detector found in one step. A detector that found nothing returns None instead."""
+
+    detector: str
+    tier: Tier
+    step: int
+    value: float
+    threshold: float
+    reason: str  # one sentence, with the numbers and their units
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decision:
+    """What is done with a step, computed from its record alone, so equal on every rank.
+
+    `advised` is what the policy would do in `act` mode; it differs from `action` only in `observe` mode.
+    """
+
+    step: int
+    action: Action
+    advised: Action
+    reason: str
+    verdicts: tuple[Verdict, ...] = ()
+    parameters: Mapping[str, float] = field(default=_NO_SIGNALS)  # factor, steps, ... of the action
+
+    @property
+    def updates_weights(self) -> bool:
+        """Whether the optimizer step runs."""
+        return self.action.updates_weights
+
+
+class IncidentClass(StrEnum):
+    """The four causes that triage tells apart."""
+
+    DATA = "data"
+    OPTIMIZATION = "optimization"
+    NUMERICS = "numerics"
+    SYSTEMS = "systems"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Incident:
+    """A decision other than APPLY together with what is needed to explain it later."""
+
+    record: StepRecord
+    decision: Decision
+    suspected: IncidentClass
+    evidence: Mapping[str, Any] = field(default=_NO_SIGNALS)
+
+
+def encode_float(value: float) -> float | str:
+    """A float for strict JSON: NaN and infinities become the strings "nan", "inf", "-inf"."""
+    if math.isfinite(value):
+        return value
+    return "nan" if math.isnan(value) else ("inf" if value > 0 else "-inf")
+
+
+def decode_float(value: float | str) -> float:
+    """The inverse of `encode_float`."""
+    return float(value)

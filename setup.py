@@ -1,0 +1,50 @@
+"""Build of `megatron-stability`. Tool settings live in pyproject.toml; everything about the package lives here."""
+
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+ROOT = Path(__file__).parent
+
+
+def patch_files() -> list[tuple[str, list[str]]]:
+    """(install folder, files) for the diffs in patches/, so that an installed wheel carries them."""
+    return [
+        (f"share/megatron-stability/{folder.relative_to(ROOT)}", [str(p.relative_to(ROOT)) for p in sorted(folder.glob("*.patch"))])
+        for folder in sorted((ROOT / "patches").iterdir())
+        if folder.is_dir()
+    ]
+
+
+MEGATRON = ["megatron-core[training]>=0.18.2,<0.20", "torch>=2.6"]
+REPORT = ["plotly>=6"]
+
+setup(
+    name="megatron-stability",
+    version="0.1.0",
+    description="Prevents, sees, decides on, undoes and explains training instabilities in Megatron-LM and NeMo pretraining",
+    long_description=(ROOT / "README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    python_requires=">=3.12",
+    packages=find_packages(include=["megatron_stability", "megatron_stability.*"]),
+    package_data={"megatron_stability": ["py.typed", "record/*.html", "record/*.css"]},
+    data_files=patch_files(),
+    install_requires=["pydantic>=2.9", "PyYAML>=6.0", "rich>=13", "packaging>=24", "safetensors>=0.5", "xxhash>=3.5"],
+    extras_require={
+        "megatron": MEGATRON,
+        "nemo": [*MEGATRON, "megatron-bridge==0.6.2", "omegaconf", "hydra-core<1.4"],
+        "te": ["transformer-engine[pytorch]>=2.9", "nvdlfw-inspect"],
+        "modelopt": ["nvidia-modelopt>=0.47"],
+        "report": REPORT,
+        "alerts": ["apprise"],
+        "tokenizers": ["tokenizers>=0.21", "sentencepiece>=0.2"],
+    },
+    entry_points={"console_scripts": ["megatron-stability=megatron_stability.cli:main"]},
+    classifiers=[
+        "License :: OSI Approved :: Apache Software License",
+        "Programming Language :: Python :: 3.12",
+        "Programming Language :: Python :: 3.13",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+    ],
+)
