@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from patch_tools import HEADER, PATCHED, STOCK, contents, unified, write, write_series
+from patch_tools import HEADER, PATCHED, STOCK, contents, python, unified, write, write_series
 
 from megatron_stability.errors import UsageError
 from megatron_stability.megatron.patching import on_disk
@@ -175,6 +175,30 @@ def test_a_kill_between_moves_is_refused_by_apply_and_undone_by_revert(root, pat
     refused(
         lambda: on_disk.apply(root, patches), root, "half-applied: megatron/.* patched, megatron/.* not; .*patch revert"
     )
+    on_disk.revert(root, patches)
+    assert contents(root) == stock
+
+
+@pytest.mark.parametrize("moves", [0, 2])
+def test_what_kill_9_leaves_behind_is_cleared_away(root, patches, moves):
+    stock = contents(root)
+    code = f"""
+import os, signal
+from pathlib import Path
+from megatron_stability.megatron.patching import on_disk
+real, left = os.replace, [{moves}]
+def replace(source, target):
+    if not left[0]:
+        os.kill(os.getpid(), signal.SIGKILL)
+    left[0] -= 1
+    real(source, target)
+os.replace = replace
+on_disk.apply(Path("."), Path("../patches"))
+"""
+    with pytest.raises(AssertionError):
+        python(code, root)
+    assert list(root.rglob("*.tmp"))
+    assert read_tree(root, patches).state is (State.HALF_APPLIED if moves else State.NOT_APPLIED)
     on_disk.revert(root, patches)
     assert contents(root) == stock
 
