@@ -10,7 +10,10 @@ ROOT = Path(__file__).parent
 def patch_files() -> list[tuple[str, list[str]]]:
     """(install folder, files) for the diffs in patches/, so that an installed wheel carries them."""
     return [
-        (f"share/megatron-stability/{folder.relative_to(ROOT)}", [str(p.relative_to(ROOT)) for p in sorted(folder.glob("*.patch"))])
+        (
+            f"share/megatron-stability/{folder.relative_to(ROOT)}",
+            [str(p.relative_to(ROOT)) for p in sorted(folder.glob("*.patch"))],
+        )
         for folder in sorted((ROOT / "patches").iterdir())
         if folder.is_dir()
     ]
@@ -22,7 +25,7 @@ REPORT = ["plotly>=6"]
 setup(
     name="megatron-stability",
     version="0.1.0",
-    description="Prevents, sees, decides on, undoes and explains training instabilities in Megatron-LM and NeMo pretraining",
+    description="Prevents, sees, undoes and explains training instabilities in Megatron-LM and NeMo pretraining",
     long_description=(ROOT / "README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
     license="Apache-2.0",
