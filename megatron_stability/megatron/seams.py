@@ -2,7 +2,7 @@
 
 Importing this module costs nothing: no torch, no megatron. The calls stand in `patches/`; their order in a step:
 
-    step_begins -> (forward, backward) -> losses_ready -> update_allowed -> (optimizer) -> update_done -> exit_after_step
+    step_begins, (forward, backward), losses_ready, update_allowed, (optimizer), update_done, exit_after_step
 
 """
 

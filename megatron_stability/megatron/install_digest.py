@@ -1,0 +1,45 @@
+"""What is installed on a rank, as one digest; ranks compare it before step 0."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Any
+
+import torch.distributed as dist
+from megatron.core.package_info import __version__ as megatron_core_version
+
+import megatron_stability
+from megatron_stability.config import StabilityConfig
+from megatron_stability.errors import UsageError
+from megatron_stability.megatron.patching import active_digest
+
+
+def versions() -> dict[str, str]:
+    """Names and versions that decide what this rank computes."""
+    return {
+        "megatron_stability": megatron_stability.__version__,
+        "megatron_core": megatron_core_version,
+        "patches": active_digest(),
+    }
+
+
+def compare(group: dist.ProcessGroup | None, config: StabilityConfig) -> None:
+    """Collective: stop before the first step where ranks differ in versions, patches or configuration.
+
+    Args:
+        group: every rank that must agree.
+        config: this rank's tree.
+
+    Raises:
+        UsageError: on every rank alike; names the ranks that differ from rank 0 and in what.
+    """
+    mine: dict[str, Any] = versions() | {
+        "configuration": hashlib.sha256(json.dumps(config.model_dump(mode="json"), sort_keys=True).encode()).hexdigest()
+    }
+    everyone: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(everyone, mine, group=group)
+    for rank, other in enumerate(everyone):
+        if other != everyone[0]:
+            names = ", ".join(name for name in mine if other.get(name) != everyone[0].get(name))
+            raise UsageError(f"rank {rank} differs from rank 0 in {names}; install the same on every node")
