@@ -1,0 +1,74 @@
+"""Mean and standard deviation of the last W accepted values, without drift."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from typing import Any
+
+
+class Window:
+    """A ring of the last `size` finite values with their mean and population standard deviation.
+
+    Mean and M2 (the sum of squared deviations) are kept by Welford's update for a sliding window, which costs the same
+    for any W, and are computed anew from the values every `size` pushes, and whenever most of M2 leaves with one value,
+    so rounding can't pile up. All of it is saved, so a restored window continues bit-identically.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.clear()
+
+    def clear(self) -> None:
+        """Empty."""
+        self.values: deque[float] = deque(maxlen=self.size)
+        self.mean = 0.0
+        self._m2 = 0.0
+        self._age = 0
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    @property
+    def std(self) -> float:
+        """Population standard deviation; 0 for fewer than two values."""
+        return math.sqrt(self._m2 / len(self.values)) if len(self.values) > 1 else 0.0
+
+    def push(self, value: float) -> None:
+        """Add a value of magnitude at most `base.PLAUSIBLE`; the oldest leaves once the window is full."""
+        values = self.values
+        before = self._m2
+        if len(values) == self.size:
+            oldest = values[0]
+            values.append(value)
+            change = value - oldest
+            mean = self.mean
+            self.mean = mean + change / self.size
+            self._m2 = before + change * (value - self.mean + oldest - mean)
+        else:
+            values.append(value)
+            delta = value - self.mean
+            self.mean += delta / len(values)
+            self._m2 = before + delta * (value - self.mean)
+        self._age += 1
+        if self._age >= self.size or self._m2 < 1e-3 * before:
+            self._recompute()
+
+    def _recompute(self) -> None:
+        values = self.values
+        self._age = 0
+        self.mean = math.fsum(values) / len(values)
+        deviations = [value - self.mean for value in values]
+        self._m2 = math.sumprod(deviations, deviations)
+
+    def state_dict(self) -> dict[str, Any]:
+        """JSON primitives."""
+        return {"values": list(self.values), "mean": self.mean, "m2": self._m2, "age": self._age}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """The inverse of `state_dict`; of a longer window the newest `size` values stay."""
+        values = [float(value) for value in state["values"]]
+        self.values = deque(values, maxlen=self.size)
+        self.mean, self._m2, self._age = float(state["mean"]), float(state["m2"]), int(state["age"])
+        if len(values) > self.size or self._age >= self.size:
+            self._recompute()
