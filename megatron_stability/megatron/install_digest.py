@@ -12,7 +12,7 @@ from megatron.core.package_info import __version__ as megatron_core_version
 import megatron_stability
 from megatron_stability.config import StabilityConfig
 from megatron_stability.errors import UsageError
-from megatron_stability.megatron.patching import active_digest
+from megatron_stability.megatron.patching.tree import installed_root, read_tree
 
 
 def versions() -> dict[str, str]:
@@ -20,7 +20,7 @@ def versions() -> dict[str, str]:
     return {
         "megatron_stability": megatron_stability.__version__,
         "megatron_core": megatron_core_version,
-        "patches": active_digest(),
+        "patches": read_tree(installed_root()).patch_set.digest,
     }
 
 

@@ -52,7 +52,7 @@ def run(argv: Sequence[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="megatron-stability patch",
-        description="Opens (and closes) megatron-stability's seams in a Megatron-LM clone or an installed megatron-core.",
+        description="Opens and closes megatron-stability's seams in a Megatron-LM clone or a wheel.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
