@@ -96,7 +96,7 @@ class _Scale(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, loss: torch.Tensor, factor: float) -> torch.Tensor:
         ctx.factor = factor
-        return loss.view_as(loss)
+        return loss.clone()  # the schedule divides it in place
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:

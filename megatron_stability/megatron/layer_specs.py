@@ -61,7 +61,7 @@ class LayerByNumber(BaseTransformerLayer):
     Needed where a release takes one ModuleSpec for the whole block although dense and MoE layers alternate.
     """
 
-    def __new__(  # type: ignore[misc]
+    def __new__(
         cls, config: TransformerConfig, layer_number: int = 1, vp_stage: int | None = None, **kwargs: Any
     ) -> TransformerLayer:
         """The layer with 1-based `layer_number` within this pipeline stage and chunk."""

@@ -147,7 +147,7 @@ def forward_step(data_iterator: Iterator[dict[str, torch.Tensor]], model: Any) -
     return output, partial(loss_func, batch.get("loss_mask"))
 
 
-def loss_func(loss_mask: torch.Tensor, losses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
+def loss_func(loss_mask: Any, losses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
     """Summed cross-entropy of the valid tokens, their number, and both for the log.
 
     Args:

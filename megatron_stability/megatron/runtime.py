@@ -53,6 +53,8 @@ class Runtime:
         self._reduction: Reduction | None = None
         self._forward_state: optimizer_state.ForwardState | None = None
         self._losses_n2 = _NO_LOSSES
+        self._grad_amax: torch.Tensor | None = None
+        self._model: list[Any] = []
         self._optimizer: Any = None
         self._step: tuple[StepRecord, Decision] | None = None
         self._incidents = 0
@@ -73,7 +75,7 @@ class Runtime:
         device = torch.device("cuda", torch.cuda.current_device()) if _on_gpu() else torch.device("cpu")
         group = dist.group.WORLD
         install_digest.compare(group, self.config)
-        self._optimizer = optimizer
+        self._model, self._optimizer = model, optimizer
         self._reduction = Reduction(group, device)
         self._forward_state = optimizer_state.ForwardState(model)
         self._next_sample = args.consumed_train_samples
@@ -111,7 +113,8 @@ class Runtime:
         self._note_samples_that_megatron_passed_over()
 
     def losses_ready(self, losses_reduced: Sequence[dict[str, Any]]) -> None:
-        """Keep this rank's micro-batch losses if it is the one that speaks for them."""
+        """Keep this rank's micro-batch losses if it is the one that speaks for them, and look at its gradients."""
+        self._grad_amax = optimizer_state.grad_amax(self._model)
         if losses_reduced and parallel_state.get_tensor_model_parallel_rank() == 0:
             key = "lm loss" if "lm loss" in losses_reduced[0] else next(iter(losses_reduced[0]))
             self._losses_n2 = torch.stack([_sum_and_tokens(losses[key]) for losses in losses_reduced])
@@ -182,6 +185,7 @@ class Runtime:
             samples=get_current_global_batch_size(),
             loss_sums_n2=self._losses_n2,
             grad_norm=grad_norm,
+            grad_amax=self._grad_amax,
             overflow=overflow,
             learning_rate=float(groups[0]["lr"]) if groups else 0.0,
         )

@@ -26,6 +26,7 @@ COLUMNS = (
     "loss_tokens",
     "nonfinite_losses",
     "grad_norm",
+    "nonfinite_norm",
     "nonfinite_grad",
     "overflow",
     "learning_rate",
@@ -44,6 +45,9 @@ class LocalSignals:
         loss_sums_n2: [n, 2] float tensor: for each of this rank's n micro-batches the summed loss (nats) and the
             valid tokens; n = 0 on ranks that own no loss (not the last pipeline stage, or tensor rank > 0).
         grad_norm: the norm that Megatron computed before clipping; None where this rank has no gradient.
+        grad_amax: the largest |g| in this rank's gradient buffers, NaN if one is NaN; None where there is none. The
+            norm is blind to copies: a replicated parameter counts on tensor rank 0 only, a tied embedding on the first
+            stage only.
         overflow: the fp16 loss scaler rejected the gradient.
         learning_rate: of the first parameter group; 0 on ranks without one.
     """
@@ -53,20 +57,20 @@ class LocalSignals:
     samples: int
     loss_sums_n2: torch.Tensor
     grad_norm: torch.Tensor | float | None
+    grad_amax: torch.Tensor | float | None = None
     overflow: bool = False
     learning_rate: float = 0.0
 
     def pack(self, device: torch.device) -> torch.Tensor:
         """This rank's row, [len(COLUMNS)] float64 on `device`, made without a device-to-host copy."""
         sums_n2 = self.loss_sums_n2.to(device=device, dtype=torch.float64)
-        finite_n = torch.isfinite(sums_n2).all(dim=1)
-        norm = 0.0 if self.grad_norm is None else self.grad_norm
-        norm_t = torch.as_tensor(norm, dtype=torch.float64).to(device, non_blocking=True).reshape(())
+        finite_n2 = torch.isfinite(sums_n2)
+        norm, amax = _scalar(self.grad_norm, device), _scalar(self.grad_amax, device)
         host = torch.tensor(
             [self.step, self.first_sample, self.samples, self.overflow, self.learning_rate],
             dtype=torch.float64,
         ).to(device, non_blocking=True)
-        kept_n2 = torch.where(finite_n[:, None], sums_n2, 0.0)  # a NaN micro-batch must not hide the others' loss
+        kept_n2 = torch.where(finite_n2, sums_n2, 0.0)  # a NaN micro-batch must not hide the others' loss
         return torch.stack(
             [
                 host[0],
@@ -74,13 +78,19 @@ class LocalSignals:
                 host[2],
                 kept_n2[:, 0].sum(),
                 kept_n2[:, 1].sum(),
-                (~finite_n).sum().double(),
-                torch.where(torch.isfinite(norm_t), norm_t, 0.0),
-                (~torch.isfinite(norm_t)).double(),
+                (~finite_n2.all(dim=1)).sum().double(),
+                torch.where(torch.isfinite(norm), norm, 0.0),
+                (~torch.isfinite(norm)).double(),
+                (~torch.isfinite(amax)).double(),
                 host[3],
                 host[4],
             ]
         )
+
+
+def _scalar(value: torch.Tensor | float | None, device: torch.device) -> torch.Tensor:
+    value = 0.0 if value is None else value
+    return torch.as_tensor(value, dtype=torch.float64).to(device, non_blocking=True).reshape(())
 
 
 def combine(rows: Sequence[Sequence[float]]) -> StepRecord:
@@ -100,7 +110,8 @@ def combine(rows: Sequence[Sequence[float]]) -> StepRecord:
     cursors = [tuple(row[_AT[c]] for c in ("step", "first_sample", "samples")) for row in rows]
     tokens = sum(column("loss_tokens"))
     nonfinite_losses = int(sum(column("nonfinite_losses")))
-    nonfinite_grads = int(sum(column("nonfinite_grad")))
+    norms, grads = column("nonfinite_norm"), column("nonfinite_grad")
+    nonfinite_grads = sum(bool(norm or grad) for norm, grad in zip(norms, grads, strict=True))
     bad_loss = nonfinite_losses > 0 or tokens <= 0
     return StepRecord(
         step=int(rows[0][_AT["step"]]),
@@ -114,9 +125,15 @@ def combine(rows: Sequence[Sequence[float]]) -> StepRecord:
         overflow=any(column("overflow")),
         learning_rate=max(column("learning_rate")),
         disagreeing_ranks=tuple(rank for rank, cursor in enumerate(cursors) if cursor != cursors[0]),
-        culprit_ranks=tuple(rank for rank, count in enumerate(column("nonfinite_losses")) if count),
+        culprit_ranks=_culprits(column("nonfinite_losses"), grads),
         signals=MappingProxyType({}),
     )
+
+
+def _culprits(nonfinite_losses: list[float], nonfinite_grads: list[float]) -> tuple[int, ...]:
+    """Where it began: a loss is a rank's own, and makes every gradient behind it NaN, so it comes first."""
+    flagged = nonfinite_losses if any(nonfinite_losses) else nonfinite_grads
+    return tuple(rank for rank, count in enumerate(flagged) if count)
 
 
 @dataclass(frozen=True, slots=True)
