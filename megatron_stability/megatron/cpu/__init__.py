@@ -11,7 +11,9 @@ import importlib.util
 import os
 import socket
 import sys
-from typing import Any, Final
+from collections.abc import Iterable
+from types import ModuleType
+from typing import Final
 
 import torch
 
@@ -44,28 +46,38 @@ class _Backend:
     """What was replaced, to be put back."""
 
     def __init__(self) -> None:
-        self.originals: list[tuple[Any, str, object]] = []
+        self.rows: list[tuple[Row, object]] = []
         self.environment: list[str] = []
         self.host_generator: torch.Generator | None = None
         self.threads = 0
 
-    def replace(self, row: Row) -> None:
-        self.originals.append((row.owner, row.attribute, vars(row.owner).get(row.attribute, _ABSENT)))
-        setattr(row.owner, row.attribute, row.replacement)
+    def replace(self, rows: Iterable[Row]) -> None:
+        for row in rows:
+            self.rows.append((row, vars(row.owner).get(row.attribute, _ABSENT)))
+            setattr(row.owner, row.attribute, row.replacement)
 
     def restore(self) -> None:
-        while self.originals:
-            owner, attribute, original = self.originals.pop()
+        self._restore_names()
+        while self.rows:
+            row, original = self.rows.pop()
             if original is _ABSENT:
-                delattr(owner, attribute)
+                delattr(row.owner, row.attribute)
             else:
-                setattr(owner, attribute, original)
+                setattr(row.owner, row.attribute, original)
         if self.host_generator is not None:
             torch.default_generator.set_state(self.host_generator.get_state())
             self.host_generator = None
             torch.set_num_threads(self.threads)
         while self.environment:
             os.environ.pop(self.environment.pop(), None)
+
+    def _restore_names(self) -> None:
+        """Modules imported meanwhile took stand-ins by name (`reduce_scatter = torch.distributed.…`): give the real."""
+        real = {id(row.replacement): original for row, original in self.rows if isinstance(row.owner, ModuleType)}
+        for module in list(sys.modules.values()):
+            for name, value in list(getattr(module, "__dict__", {}).items()):
+                if id(value) in real:
+                    setattr(module, name, real[id(value)])
 
 
 _BACKEND: Final = _Backend()
@@ -77,7 +89,6 @@ def environment() -> dict[str, str]:
     return {
         "CUDA_DEVICE_MAX_CONNECTIONS": "1",  # Megatron's argument check for TP
         "TORCHDYNAMO_DISABLE": "1",  # torch.compile would call a C++ compiler for each fused function
-        "TORCH_COMPILE_DISABLE": "1",
         "OMP_NUM_THREADS": "1",  # ranks share the cores; also the order of sums
         "MKL_NUM_THREADS": "1",
         **loopback,
@@ -86,7 +97,7 @@ def environment() -> dict[str, str]:
 
 def installed() -> bool:
     """Whether the backend is installed in this process."""
-    return bool(_BACKEND.originals)
+    return bool(_BACKEND.rows)
 
 
 def install() -> None:
@@ -120,12 +131,10 @@ def install() -> None:
     host_generator = torch.Generator()
     host_generator.set_state(torch.default_generator.get_state())
     try:
-        for row in list(torch_rows(host_generator)):
-            _BACKEND.replace(row)
+        _BACKEND.replace(list(torch_rows(host_generator)))
         _BACKEND.host_generator = host_generator
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-        for row in megatron_rows():
-            _BACKEND.replace(row)
+        _BACKEND.replace(megatron_rows())
     except BaseException:
         _BACKEND.restore()
         raise

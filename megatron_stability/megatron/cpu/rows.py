@@ -69,8 +69,8 @@ def torch_rows(host_generator: torch.Generator) -> Iterator[Row]:
     yield Row(loader, "__init__", s.data_loader_init(loader.__init__, host_generator), "host RNG; nothing is pinned")
     dist = torch.distributed
     yield Row(dist, "all_to_all_single", s.all_to_all_single(dist.all_to_all_single), "gloo takes int split sizes")
-    yield Row(dist, "all_reduce", s.averaging(dist.all_reduce, 0), "gloo has no AVG")
-    yield Row(dist, "reduce_scatter_tensor", s.averaging(dist.reduce_scatter_tensor, 1), "gloo has no AVG")
+    yield Row(dist, "all_reduce", s.all_reduce(dist.all_reduce), "gloo has no AVG")
+    yield Row(dist, "reduce_scatter_tensor", s.reduce_scatter_tensor(dist.reduce_scatter_tensor), "gloo has no AVG")
 
 
 def _device_rows() -> Iterator[Row]:
@@ -89,7 +89,7 @@ def _device_rows() -> Iterator[Row]:
     yield Row(cuda, "Event", s.Event, "timers, overlap")
     yield Row(cuda, "stream", s.stream_context, "one queue")
     yield Row(cuda, "current_stream", s.current_stream, "one queue")
-    yield Row(cuda, "default_stream", s.current_stream, "one queue")
+    yield Row(cuda, "default_stream", s.default_stream, "one queue")
 
 
 def _tensor_rows() -> Iterator[Row]:

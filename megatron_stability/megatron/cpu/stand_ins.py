@@ -94,6 +94,11 @@ def current_stream(device: object = None) -> Stream:
     return Stream()
 
 
+def default_stream(device: object = None) -> Stream:
+    """The one stream there is."""
+    return Stream()
+
+
 @contextmanager
 def stream_context(stream: object) -> Iterator[object]:
     """`with torch.cuda.stream(s)`: no order to keep, there is one queue."""
@@ -229,33 +234,33 @@ def all_to_all_single(original: Call) -> Call:
     return call
 
 
-def averaging(original: Call, source: int) -> Call:
-    """A reduction whose ReduceOp.AVG, which gloo lacks, is a sum of terms divided beforehand.
-
-    Args:
-        original: `all_reduce(tensor, op, …)` or `reduce_scatter_tensor(output, input, op, …)`.
-        source: Position of the tensor that is reduced.
-    """
+def all_reduce(original: Call) -> Call:
+    """`all_reduce` with ReduceOp.AVG, which gloo lacks: a sum of terms divided beforehand."""
 
     @functools.wraps(original)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        arguments = list(args)
-        if len(arguments) > source + 1:
-            kwargs["op"] = arguments.pop(source + 1)
-            if len(arguments) > source + 1:
-                kwargs["group"] = arguments.pop(source + 1)
-            kwargs.update(zip(("async_op",), arguments[source + 1 :], strict=False))
-            del arguments[source + 1 :]
-        if kwargs.get("op") == dist.ReduceOp.AVG:
-            kwargs["op"] = dist.ReduceOp.SUM
-            name = ("tensor", "input")[source]
-            held = arguments[source] if len(arguments) > source else kwargs[name]
-            ranks = dist.get_world_size(kwargs.get("group"))
-            term = held.div_(ranks) if source == 0 else held / ranks
-            if len(arguments) > source:
-                arguments[source] = term
-            else:
-                kwargs[name] = term
-        return original(*arguments, **kwargs)
+    def call(tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False) -> Any:
+        if op == dist.ReduceOp.AVG:
+            tensor.div_(dist.get_world_size(group))
+            op = dist.ReduceOp.SUM
+        return original(tensor, op=op, group=group, async_op=async_op)
+
+    return call
+
+
+def reduce_scatter_tensor(original: Call) -> Call:
+    """`reduce_scatter_tensor` with ReduceOp.AVG, as `all_reduce`; the input stays as it is."""
+
+    @functools.wraps(original)
+    def call(
+        output: torch.Tensor,
+        input: torch.Tensor,
+        op: Any = dist.ReduceOp.SUM,
+        group: Any = None,
+        async_op: bool = False,
+    ) -> Any:
+        if op == dist.ReduceOp.AVG:
+            input = input / dist.get_world_size(group)
+            op = dist.ReduceOp.SUM
+        return original(output, input, op=op, group=group, async_op=async_op)
 
     return call
