@@ -16,111 +16,18 @@ import difflib
 import typing
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, Field, ValidationError, field_validator
 from pydantic.fields import FieldInfo
 
+from megatron_stability.decide.config import Decide
+from megatron_stability.detect.config import Detect
 from megatron_stability.errors import UsageError
-from megatron_stability.records import Action, Tier
+from megatron_stability.section import Section
 
 PREFIX = "--stability"
-
-
-class Section(BaseModel):
-    """A closed, frozen section of the tree."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False)
-
-
-def _window_holds_warmup[S: Section](section: S, window: int, warmup_steps: int) -> S:
-    if warmup_steps > window:
-        raise ValueError(f"warmup_steps {warmup_steps} is more than window {window} can hold; raise window")
-    return section
-
-
-class NonFinite(Section):
-    """NaN or Inf in a loss or gradient."""
-
-    enabled: bool = True
-
-
-class RankAgreement(Section):
-    """Ranks that disagree with rank 0 on the step or the sample cursor."""
-
-    enabled: bool = True
-
-
-class GradNormSpike(Section):
-    """Gradient norm against the mean of its last accepted values (FIELD: > 10x the running mean)."""
-
-    enabled: bool = True
-    ratio: float = Field(10.0, gt=1, description="flag a norm above RATIO x the running mean")
-    window: int = Field(100, ge=2, description="accepted steps in the running mean")
-    warmup_steps: int = Field(20, ge=1, description="accepted steps before the first verdict")
-    floor: float = Field(1e-6, gt=0, description="a running mean below this counts as this")
-    relearn_after: int = Field(50, ge=2, description="consecutive finite flags after which the baseline starts anew")
-
-    @model_validator(mode="after")
-    def _possible(self) -> Self:
-        return _window_holds_warmup(self, self.window, self.warmup_steps)
-
-
-class LossSpike(Section):
-    """Loss above mu + k sigma of its last accepted values, on PERSISTENCE steps in a row."""
-
-    enabled: bool = True
-    k: float = Field(5.0, gt=0, description="standard deviations")
-    persistence: int = Field(1, ge=1, description="suspicious steps in a row before a verdict")
-    window: int = Field(100, ge=8, description="accepted steps in mean and deviation")
-    warmup_steps: int = Field(50, ge=8, description="accepted steps before the first verdict")
-    sigma_floor: float = Field(0.005, gt=0, description="nats; a deviation below this counts as this")
-    relearn_after: int = Field(50, ge=2, description="consecutive finite flags after which the baseline starts anew")
-
-    @model_validator(mode="after")
-    def _possible(self) -> Self:
-        return _window_holds_warmup(self, self.window, self.warmup_steps)
-
-
-class Detect(Section):
-    """Detectors, one section each; a section's name is its detector's name."""
-
-    non_finite: NonFinite = NonFinite()
-    rank_agreement: RankAgreement = RankAgreement()
-    grad_norm_spike: GradNormSpike = GradNormSpike()
-    loss_spike: LossSpike = LossSpike()
-
-
-class Rule(Section):
-    """One row of the policy table: a verdict of this detector at this tier or above asks for this action."""
-
-    detector: str = Field(description="a detector's name, or * for any")
-    tier: Tier
-    action: Action
-
-    @field_validator("detector")
-    @classmethod
-    def _known(cls, name: str) -> str:
-        known = Detect.model_fields
-        if name != "*" and name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            raise ValueError(
-                f"no such detector; {f'did you mean {near[0]}?' if near else f'known: {", ".join(known)}'}"
-            )
-        return name
-
-
-class Decide(Section):
-    """The policy table and its budgets."""
-
-    rules: tuple[Rule, ...] = (
-        Rule(detector="rank_agreement", tier=Tier.SYSTEM, action=Action.HALT),
-        Rule(detector="non_finite", tier=Tier.NON_FINITE, action=Action.SKIP),
-        Rule(detector="grad_norm_spike", tier=Tier.LARGE, action=Action.SKIP),
-    )
-    max_consecutive_skips: int = Field(5, ge=1, description="one more skip in a row than this halts the run")
-    max_skips_per_1000_steps: int = Field(50, ge=1, description="one more within the last 1000 steps halts the run")
 
 
 class Record(Section):

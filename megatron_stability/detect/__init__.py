@@ -2,15 +2,48 @@
 
 from __future__ import annotations
 
-from megatron_stability.config import Detect
+from typing import Any
+
+from megatron_stability.detect import grad_norm, growth, limits, loss, trend
 from megatron_stability.detect.base import Detector
-from megatron_stability.detect.grad_norm import GradNormSpike
-from megatron_stability.detect.loss import LossSpike
+from megatron_stability.detect.config import Detect
 from megatron_stability.detect.non_finite import NonFinite
 from megatron_stability.detect.ranks import RankAgreement
 
 # In the order in which they inspect: finiteness and agreement before any comparison.
-DETECTORS = (NonFinite, RankAgreement, GradNormSpike, LossSpike)
+DETECTORS: tuple[Any, ...] = (
+    NonFinite,
+    RankAgreement,
+    grad_norm.GradNormSpike,
+    grad_norm.GradNormZ,
+    grad_norm.GradNormCalibrated,
+    loss.GradNormSpikeScore,
+    trend.GradNormDrift,
+    limits.Vanishing,
+    grad_norm.ClipFraction,
+    loss.LossSpike,
+    loss.LossMad,
+    loss.LossDelta,
+    loss.LossRatio,
+    loss.LossSpikeScore,
+    trend.LossDrift,
+    trend.Plateau,
+    growth.LrPeak,
+    growth.HeldOut,
+    limits.LayerOutlier,
+    growth.ParamGrowth,
+    growth.EmbeddingGrowth,
+    limits.AttentionLogits,
+    trend.AttentionLogitGrowth,
+    limits.AttentionEntropy,
+    limits.Fp8Saturation,
+    limits.Fp8Underflow,
+    limits.Fp8ScaleStuck,
+    limits.MoeLoad,
+    limits.MoeDrops,
+    growth.MoeRouterZ,
+    growth.Throughput,
+)
 
 
 def build(config: Detect) -> list[Detector]:
@@ -22,9 +55,5 @@ def build(config: Detect) -> list[Detector]:
     Returns:
         Detectors without history.
     """
-    made: list[Detector] = []
-    for kind in DETECTORS:
-        section = getattr(config, kind.name)
-        if section.enabled:
-            made.append(kind(section))
-    return made
+    sections = ((kind, getattr(config, kind.name)) for kind in DETECTORS)
+    return [kind(section, config.early) for kind, section in sections if section.enabled]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from megatron_stability.config import NonFinite as Config
 from megatron_stability.detect.base import Stateless
+from megatron_stability.detect.config import Early, Switch
 from megatron_stability.records import StepRecord, Tier, Verdict
 
 
@@ -14,10 +14,9 @@ class NonFinite(Stateless):
     """
 
     name = "non_finite"
-    requires: tuple[str, ...] = ()
 
-    def __init__(self, config: Config) -> None:
-        del config  # only `enabled`, which `build` reads
+    def __init__(self, config: Switch, early: Early) -> None:
+        del config, early  # counts have no threshold
 
     def inspect(self, record: StepRecord) -> Verdict | None:
         """A NON_FINITE verdict; its value is the number of non-finite losses and norms (0: zero valid tokens)."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from megatron_stability.config import RankAgreement as Config
 from megatron_stability.detect.base import Stateless
+from megatron_stability.detect.config import Early, Switch
 from megatron_stability.records import StepRecord, Tier, Verdict
 
 
@@ -11,10 +11,9 @@ class RankAgreement(Stateless):
     """A rank with another step or sample cursor than rank 0: no later collective means what it says."""
 
     name = "rank_agreement"
-    requires: tuple[str, ...] = ()
 
-    def __init__(self, config: Config) -> None:
-        del config  # only `enabled`, which `build` reads
+    def __init__(self, config: Switch, early: Early) -> None:
+        del config, early  # counts have no threshold
 
     def inspect(self, record: StepRecord) -> Verdict | None:
         """A SYSTEM verdict; its value is the number of disagreeing ranks."""

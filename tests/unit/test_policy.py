@@ -10,9 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from steps import step
 
-from megatron_stability.config import Decide, Detect, Rule, load
+from megatron_stability.config import load
+from megatron_stability.decide.config import Decide, Rule
 from megatron_stability.decide.policy import TablePolicy
 from megatron_stability.detect import build
+from megatron_stability.detect.config import Detect
 from megatron_stability.errors import UsageError
 from megatron_stability.records import Action, Tier, Verdict
 
