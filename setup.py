@@ -20,7 +20,7 @@ def patch_files() -> list[tuple[str, list[str]]]:
 
 
 MEGATRON = ["megatron-core[training]>=0.18.2,<0.20", "torch>=2.6"]
-REPORT = ["plotly>=6"]
+REPORT = ["plotly>=6", "jinja2>=3.1"]
 
 setup(
     name="megatron-stability",
