@@ -8,6 +8,7 @@ from typing import Any
 
 import torch.distributed as dist
 from megatron.core.package_info import __version__ as megatron_core_version
+from packaging.version import Version
 
 import megatron_stability
 from megatron_stability.config import StabilityConfig
@@ -19,7 +20,7 @@ def versions() -> dict[str, str]:
     """Names and versions that decide what this rank computes."""
     return {
         "megatron_stability": megatron_stability.__version__,
-        "megatron_core": megatron_core_version,
+        "megatron_core": Version(megatron_core_version).public,  # without the hash of whatever repository we run in
         "patches": read_tree(installed_root()).patch_set.digest,
     }
 
