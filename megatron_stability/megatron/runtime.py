@@ -23,7 +23,7 @@ import megatron_stability
 from megatron_stability import detect
 from megatron_stability.config import StabilityConfig
 from megatron_stability.decide.policy import TablePolicy
-from megatron_stability.errors import EXIT_HALTED
+from megatron_stability.errors import EXIT_HALTED, UsageError
 from megatron_stability.megatron import install_digest, optimizer_state
 from megatron_stability.megatron.sinks import MegatronWriters
 from megatron_stability.observe.reduction import LocalSignals, Reduction
@@ -66,6 +66,11 @@ class Runtime:
             sinks=self._sinks,
         )
 
+    @property
+    def rank(self) -> int:
+        """This process's global rank."""
+        return int(self._args.rank)
+
     # --- life -------------------------------------------------------------------------------------------------
 
     def train_begins(self, model: list[Any], optimizer: Any, opt_param_scheduler: Any) -> None:
@@ -74,21 +79,29 @@ class Runtime:
         del opt_param_scheduler
         device = torch.device("cuda", torch.cuda.current_device()) if _on_gpu() else torch.device("cpu")
         group = dist.group.WORLD
-        install_digest.compare(group, self.config)
+        install_digest.compare(group, self.config, complaint=self._open_ledger() if dist.get_rank() == 0 else None)
         self._model, self._optimizer = model, optimizer
         self._reduction = Reduction(group, device)
         self._forward_state = optimizer_state.ForwardState(model)
         self._next_sample = args.consumed_train_samples
         self._sinks.append(MegatronWriters(enabled=self.config.record.tensorboard))
-        if dist.get_rank() == 0:
+        if self._ledger is not None:
+            self._sinks.append(self._ledger)
+        print_rank_last(f"> megatron-stability: mode {self.config.mode}, ledger in {self.ledger_folder()}")
+
+    def _open_ledger(self) -> str | None:
+        """Open it at the resumed step; the complaint, if it can't be, is for every rank to raise."""
+        args = self._args
+        try:
             self._ledger = Ledger.open(
                 self.ledger_folder(),
                 resume_step=args.iteration,
                 resume_sample=args.consumed_train_samples,
                 run_info=self._run_info(),
             )
-            self._sinks.append(self._ledger)
-        print_rank_last(f"> megatron-stability: mode {self.config.mode}, ledger in {self.ledger_folder()}")
+        except UsageError as error:
+            return str(error)
+        return None
 
     def ledger_folder(self) -> Path:
         """`record.dir`, else SAVE/stability, else ./stability."""
@@ -99,6 +112,7 @@ class Runtime:
     def close(self) -> None:
         """Close the ledger."""
         if self._ledger is not None:
+            self._note_samples_that_megatron_passed_over()
             self._ledger.close()
             self._ledger = None
 
