@@ -3,7 +3,7 @@
 Legend, used in every docstring and shape comment of this project:
 
     T  ranks of a tensor-parallel (TP) group      D  ranks of a data-parallel (DP) group     P  pipeline stages (PP)
-    b  micro-batch size     s  sequence length    h  hidden size     H_q, H_kv  query / key-value heads     d_k  head size
+    b  micro-batch size     s  sequence length    h  hidden size     H_q, H_kv  query / kv heads     d_k  head size
     V  vocabulary rows, V/T of them on a TP rank  L  layers
 
     loss            nats per valid target token, mean over the global batch (pure cross-entropy, no z-loss)

@@ -53,7 +53,7 @@ def run(argv: Sequence[str], patches: Path | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="megatron-stability patch",
-        description="Opens, and closes, megatron-stability's seams in a Megatron-LM clone or installed megatron-core.",
+        description="Opens and closes megatron-stability's seams in a Megatron-LM clone or a wheel.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

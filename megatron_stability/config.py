@@ -1,0 +1,177 @@
+"""The only configuration tree: one YAML file, the same names as flags, validated once.
+
+    stability.yaml                          flag
+    mode: act                               --stability-mode act
+    detect:
+      grad_norm_spike: {ratio: 10}          --stability-detect-grad-norm-spike-ratio 10
+
+Precedence: flag > file > default. Unknown keys, wrong types and impossible values are one sentence each, with a
+suggestion where a known name is near.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import typing
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import BaseModel, Field, ValidationError, field_validator
+from pydantic.fields import FieldInfo
+
+from megatron_stability.decide.config import Decide
+from megatron_stability.detect.config import Detect
+from megatron_stability.errors import UsageError
+from megatron_stability.section import Section
+
+PREFIX = "--stability"
+
+
+class Record(Section):
+    """Where the ledger and the incident bundles go."""
+
+    dir: Path | None = Field(None, description="folder of the ledger; default: SAVE/stability, else ./stability")
+    tensorboard: bool = Field(True, description="write scalars through Megatron's own writers")
+
+
+class StabilityConfig(Section):
+    """The whole tree."""
+
+    mode: Literal["off", "observe", "act"] = Field(
+        "act", description="off: stock Megatron; observe: log what would be done; act: do it"
+    )
+    detect: Detect = Detect()
+    decide: Decide = Decide()
+    record: Record = Record()
+
+    @field_validator("mode", mode="before")
+    @classmethod
+    def _yaml_off_is_false(cls, value: Any) -> Any:
+        return "off" if value is False else value  # YAML 1.1 reads a bare `off` as a boolean
+
+
+def leaves(
+    model: type[BaseModel] = StabilityConfig, path: tuple[str, ...] = ()
+) -> Iterator[tuple[tuple[str, ...], FieldInfo]]:
+    """Every leaf of the tree as (path, field), in the order of the file."""
+    for name, info in model.model_fields.items():
+        if isinstance(info.annotation, type) and issubclass(info.annotation, Section):
+            yield from leaves(info.annotation, (*path, name))
+        else:
+            yield (*path, name), info
+
+
+def flag(path: Sequence[str]) -> str:
+    """The command-line flag of a leaf, e.g. ("detect", "loss_spike", "k") -> --stability-detect-loss-spike-k."""
+    return "-".join([PREFIX, *path]).replace("_", "-")
+
+
+def dest(path: Sequence[str]) -> str:
+    """The attribute of the argparse namespace that holds a leaf's flag."""
+    return flag(path).lstrip("-").replace("-", "_")
+
+
+def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add `--stability-config` and one flag a leaf; values stay text (None: not given) until `load` validates them."""
+    group = parser.add_argument_group("megatron_stability")
+    group.add_argument("--stability-config", type=str, default=None, metavar="FILE", help="YAML file of the tree")
+    for path, info in leaves():
+        group.add_argument(flag(path), type=str, default=None, metavar=path[-1].upper(), help=_help(info))
+    return parser
+
+
+def _help(info: FieldInfo) -> str:
+    default = info.get_default(call_default_factory=True)
+    text = f"{info.description or ''} (default: {default})"
+    return text.strip().replace("%", "%%")
+
+
+def load(file: str | Path | None = None, overrides: Mapping[str, str | None] | None = None) -> StabilityConfig:
+    """The tree from a YAML file and flag values by `dest` name.
+
+    Args:
+        file: a YAML file, or None for defaults.
+        overrides: `vars(namespace)`; only this tree's own names are read, None means not given.
+
+    Returns:
+        The validated, frozen tree.
+
+    Raises:
+        UsageError: unreadable file, unknown key, wrong type or impossible value; names the flag or file and key.
+    """
+    tree = _read(Path(file)) if file else {}
+    given: set[tuple[str, ...]] = set()
+    for path, info in leaves():
+        value = (overrides or {}).get(dest(path))
+        if value is None:
+            continue
+        given.add(path)
+        _put(tree, path, _from_text(value, path, info))
+    try:
+        return StabilityConfig.model_validate(tree)
+    except ValidationError as error:
+        raise UsageError(_sentence(error, file, given)) from None
+
+
+def _read(file: Path) -> dict[str, Any]:
+    try:
+        tree = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UsageError(
+            f"--stability-config {file}: cannot be read ({error.strerror}); give a readable YAML file"
+        ) from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        where = getattr(error, "problem_mark", None)
+        line = f", line {where.line + 1}" if where else ""
+        raise UsageError(f"--stability-config {file}{line}: is not valid YAML; mend the file") from None
+    if tree is None:
+        return {}
+    if not isinstance(tree, dict):
+        raise UsageError(f"--stability-config {file}: holds a {type(tree).__name__}, not a mapping of sections")
+    return typing.cast(dict[str, Any], tree.get("stability", tree) if set(tree) == {"stability"} else tree)
+
+
+def _put(tree: dict[str, Any], path: tuple[str, ...], value: Any) -> None:
+    for name in path[:-1]:
+        node = tree.setdefault(name, {})
+        if not isinstance(node, dict):
+            raise UsageError(
+                f"{flag(path)}: the file's `{name}` is not a section, so the flag has no place; mend the file"
+            )
+        tree = node
+    tree[path[-1]] = value
+
+
+def _from_text(text: Any, path: tuple[str, ...], info: FieldInfo) -> Any:
+    if not isinstance(text, str) or info.annotation in (str, Path, Path | None):
+        return text
+    try:
+        return yaml.safe_load(text)  # numbers, booleans and lists as the file spells them
+    except yaml.YAMLError:
+        raise UsageError(f"{flag(path)} {text!r}: is not a valid value") from None
+
+
+def _sentence(error: ValidationError, file: str | Path | None, given: set[tuple[str, ...]]) -> str:
+    first = error.errors()[0]
+    path = tuple(str(part) for part in first["loc"])
+    named = next((flag(p) for p in given if path[: len(p)] == p), None)
+    where = named or (f"--stability-config {file}: {'.'.join(path)}" if file else ".".join(path))
+    if first["type"] == "extra_forbidden":
+        return f"{where} is not a known key{_suggestion(path)}"
+    return f"{where} = {first['input']!r}: {first['msg'][0].lower()}{first['msg'][1:]}"
+
+
+def _suggestion(path: tuple[str, ...]) -> str:
+    model: Any = StabilityConfig
+    for name in path[:-1]:
+        info = getattr(model, "model_fields", {}).get(name)
+        model = info.annotation if info else None
+    names = list(getattr(model, "model_fields", {}))
+    near = difflib.get_close_matches(path[-1], names, n=1)
+    everywhere = [".".join(p) for p, _ in leaves() if p[-1] == path[-1]]
+    if near:
+        return f"; did you mean `{'.'.join((*path[:-1], near[0]))}`?"
+    return f"; did you mean `{everywhere[0]}`?" if everywhere else f"; known here: {', '.join(names)}"

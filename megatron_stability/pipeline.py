@@ -1,0 +1,86 @@
+"""READ FIRST. One training step, as data sees it:
+
+    local signals ──observe──► StepRecord ──detect──► Verdicts ──decide──► Decision ──act──► optimizer ──► record
+
+`observe` is the only place where ranks talk: one all-gather of a fixed vector. From there on every rank computes the
+same values from the same record, so every rank takes the same decision without another word.
+
+Two calls a step, made by the host's adapter (`megatron/train_hooks.py`, `nemo/`):
+
+    record, decision = pipeline.decide(local)   # between the gradient norm and the optimizer step
+    pipeline.finish(record, decision)           # after it: baselines learn, the ledger gets its line
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from megatron_stability.detect.base import Detector
+from megatron_stability.records import Decision, StepRecord, Verdict
+
+
+class Policy(Protocol):
+    """Verdicts in, one Decision out; keeps its own budgets."""
+
+    def decide(self, record: StepRecord, verdicts: Sequence[Verdict]) -> Decision:
+        """The decision for this step. Changes no budget until `settle`."""
+
+    def settle(self, decision: Decision) -> None:
+        """Count a decision that was carried out against the budgets."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+class Sink(Protocol):
+    """Takes one finished step: the ledger, TensorBoard, incident bundles. Called on every rank; most write on one."""
+
+    def write(self, record: StepRecord, decision: Decision) -> None: ...
+
+
+@dataclass(frozen=True)
+class Pipeline[Local]:
+    """The rooms in their order. `observe` maps a rank's local signals to the reduced record (collective)."""
+
+    observe: Callable[[Local], StepRecord]
+    detectors: Sequence[Detector]
+    policy: Policy
+    sinks: Sequence[Sink]
+
+    def decide(self, local: Local) -> tuple[StepRecord, Decision]:
+        """Observe, detect, decide. Collective: every rank calls it once a step, in the same order.
+
+        Args:
+            local: what this rank saw of the step.
+
+        Returns:
+            The reduced record and the decision, both equal on every rank.
+        """
+        record = self.observe(local)
+        verdicts = [verdict for detector in self.detectors if (verdict := detector.inspect(record)) is not None]
+        return record, self.policy.decide(record, verdicts)
+
+    def finish(self, record: StepRecord, decision: Decision) -> None:
+        """Learn and record, once the optimizer step has run or was withheld. No collective."""
+        found = {verdict.detector: verdict for verdict in decision.verdicts}
+        for detector in self.detectors:
+            detector.learn(record, found.get(detector.name), applied=decision.updates_weights)
+        self.policy.settle(decision)
+        for sink in self.sinks:
+            sink.write(record, decision)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Detector baselines and policy budgets as JSON primitives, for the checkpoint."""
+        return {"detectors": {d.name: d.state_dict() for d in self.detectors}, "policy": self.policy.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """The inverse of `state_dict`; a detector without saved state starts afresh."""
+        for detector in self.detectors:
+            if detector.name in state["detectors"]:
+                detector.load_state_dict(state["detectors"][detector.name])
+            else:
+                detector.reset()
+        self.policy.load_state_dict(state["policy"])
