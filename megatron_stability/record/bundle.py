@@ -68,7 +68,17 @@ class Bundle(BaseModel):
 class Bundles:
     """Writes a bundle for every SKIP, REWIND and HALT; a `pipeline.Sink`, on the rank that writes the ledger.
 
-    Open the folder's ledger first: its lock keeps other writers away.
+    Open the folder's ledger first: its lock keeps other writers away. What an interrupted write left is removed.
+
+    Args:
+        folder: the ledger's folder.
+        limits: `max_bundles` and `max_bundle_mb`.
+        context: versions, layout, arguments, patch digest.
+        generation: the ledger's present generation.
+        tensors: called at an incident, for named tensors on any device; the caller asks `bundle_tokens`.
+
+    Raises:
+        UsageError: the folder can't be written.
     """
 
     def __init__(
@@ -80,15 +90,6 @@ class Bundles:
         generation: Callable[[], int],
         tensors: Callable[[StepRecord], Mapping[str, torch.Tensor]] | None = None,
     ) -> None:
-        """Removes what an interrupted write left behind.
-
-        Args:
-            folder: the ledger's folder.
-            limits: `max_bundles` and `max_bundle_mb`.
-            context: versions, layout, arguments, patch digest.
-            generation: the ledger's present generation.
-            tensors: called at an incident, for named tensors on any device; the caller asks `bundle_tokens`.
-        """
         self._folder, self._limits, self._context = Path(folder), limits, context
         self._generation, self._tensors = generation, tensors
         self._before: deque[tuple[StepRecord, Decision, int]] = deque(maxlen=STEPS_BEFORE)
