@@ -19,74 +19,15 @@ from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, Field, ValidationError, field_validator
 from pydantic.fields import FieldInfo
 
+from megatron_stability.decide.config import Decide
+from megatron_stability.detect.config import Detect
 from megatron_stability.errors import UsageError
-from megatron_stability.records import Action, Tier
+from megatron_stability.section import Section
 
 PREFIX = "--stability"
-
-
-class Section(BaseModel):
-    """A closed, frozen section of the tree."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False)
-
-
-class NonFinite(Section):
-    """NaN or Inf in a loss or gradient."""
-
-    enabled: bool = True
-
-
-class GradNormSpike(Section):
-    """Gradient norm against the mean of its last accepted values (FIELD: > 10x the running mean)."""
-
-    enabled: bool = True
-    ratio: float = Field(10.0, gt=1, description="flag a norm above RATIO x the running mean")
-    window: int = Field(100, ge=2, description="accepted steps in the running mean")
-    warmup_steps: int = Field(20, ge=1, description="accepted steps before the first verdict")
-    relearn_after: int = Field(50, ge=2, description="consecutive finite flags after which the baseline starts anew")
-
-
-class LossSpike(Section):
-    """Loss above mu + k sigma of its last accepted values, on PERSISTENCE steps in a row."""
-
-    enabled: bool = True
-    k: float = Field(5.0, gt=0, description="standard deviations")
-    persistence: int = Field(1, ge=1)
-    window: int = Field(100, ge=8)
-    warmup_steps: int = Field(50, ge=8)
-    relearn_after: int = Field(50, ge=2)
-
-
-class Detect(Section):
-    """Detectors, one section each."""
-
-    non_finite: NonFinite = NonFinite()
-    grad_norm_spike: GradNormSpike = GradNormSpike()
-    loss_spike: LossSpike = LossSpike()
-
-
-class Rule(Section):
-    """One row of the policy table: a verdict of this detector at this tier or above asks for this action."""
-
-    detector: str = Field(description="a detector's name, or * for any")
-    tier: Tier
-    action: Action
-
-
-class Decide(Section):
-    """The policy table and its budgets."""
-
-    rules: tuple[Rule, ...] = (
-        Rule(detector="rank_agreement", tier=Tier.SYSTEM, action=Action.HALT),
-        Rule(detector="non_finite", tier=Tier.NON_FINITE, action=Action.SKIP),
-        Rule(detector="grad_norm_spike", tier=Tier.LARGE, action=Action.SKIP),
-    )
-    max_consecutive_skips: int = Field(5, ge=1, description="one more skip in a row than this halts the run")
-    max_skips_per_1000_steps: int = Field(50, ge=1, description="one more within the last 1000 steps halts the run")
 
 
 class Record(Section):

@@ -1,1 +1,59 @@
-"""Detectors: a StepRecord in, a Verdict out; state that can be saved."""
+"""Detectors: a StepRecord in, a Verdict out; state that can be saved. `build` makes them from the configuration."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron_stability.detect import grad_norm, growth, limits, loss, trend
+from megatron_stability.detect.base import Detector
+from megatron_stability.detect.config import Detect
+from megatron_stability.detect.non_finite import NonFinite
+from megatron_stability.detect.ranks import RankAgreement
+
+# In the order in which they inspect: finiteness and agreement before any comparison.
+DETECTORS: tuple[Any, ...] = (
+    NonFinite,
+    RankAgreement,
+    grad_norm.GradNormSpike,
+    grad_norm.GradNormZ,
+    grad_norm.GradNormCalibrated,
+    loss.GradNormSpikeScore,
+    trend.GradNormDrift,
+    limits.Vanishing,
+    grad_norm.ClipFraction,
+    loss.LossSpike,
+    loss.LossMad,
+    loss.LossDelta,
+    loss.LossRatio,
+    loss.LossSpikeScore,
+    trend.LossDrift,
+    trend.Plateau,
+    growth.LrPeak,
+    growth.HeldOut,
+    limits.LayerOutlier,
+    growth.ParamGrowth,
+    growth.EmbeddingGrowth,
+    limits.AttentionLogits,
+    trend.AttentionLogitGrowth,
+    limits.AttentionEntropy,
+    limits.Fp8Saturation,
+    limits.Fp8Underflow,
+    limits.Fp8ScaleStuck,
+    limits.MoeLoad,
+    limits.MoeDrops,
+    growth.MoeRouterZ,
+    growth.Throughput,
+)
+
+
+def build(config: Detect) -> list[Detector]:
+    """The enabled detectors in their fixed order, non-finite first.
+
+    Args:
+        config: the `detect` section; a detector's section carries the detector's name.
+
+    Returns:
+        Detectors without history.
+    """
+    sections = ((kind, getattr(config, kind.name)) for kind in DETECTORS)
+    return [kind(section, config.early) for kind, section in sections if section.enabled]

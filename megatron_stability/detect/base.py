@@ -1,10 +1,15 @@
-"""What a detector is."""
+"""What a detector is, and what all detectors with a baseline share."""
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from abc import ABC, abstractmethod
+from typing import Any, ClassVar, NamedTuple, Protocol
 
-from megatron_stability.records import StepRecord, Verdict
+from megatron_stability.detect.config import Early, Windowed
+from megatron_stability.detect.window import Window
+from megatron_stability.records import StepRecord, Tier, Verdict
+
+PLAUSIBLE = 1e100  # a finite loss or norm beyond this is no measurement; its square would still be finite
 
 
 class Detector(Protocol):
@@ -15,7 +20,13 @@ class Detector(Protocol):
     enters a baseline.
     """
 
-    name: str
+    @property
+    def name(self) -> str:
+        """The name of its section in `detect`; verdicts and policy rules carry it."""
+
+    @property
+    def requires(self) -> tuple[str, ...]:
+        """Names in `record.signals` (see `detect.signals`) without which it stays silent."""
 
     def inspect(self, record: StepRecord) -> Verdict | None:
         """A verdict, or None where nothing was found. Does not change the baseline."""
@@ -31,3 +42,160 @@ class Detector(Protocol):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """The inverse of `state_dict`."""
+
+
+class Finding(NamedTuple):
+    """What `BaselineDetector.judge` found in one value."""
+
+    tier: Tier | None  # None: suspicious, so kept out of the baseline, but not (yet) worth a verdict
+    threshold: float
+    reason: str
+    at_once: bool = False  # needs no persistence
+
+
+class Stateless:
+    """The state half of `Detector` for a detector that judges each record alone."""
+
+    requires: ClassVar[tuple[str, ...]] = ()
+
+    def learn(self, record: StepRecord, verdict: Verdict | None, applied: bool) -> None:
+        """Nothing to learn."""
+
+    def reset(self) -> None:
+        """Nothing to forget."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """An empty state."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Nothing to load."""
+
+
+class BaselineDetector(ABC):
+    """One value a step against a baseline of accepted values.
+
+    A value is accepted if its step is finite, `judge` doesn't suspect it, and the step was applied. A verdict needs
+    `persistence` suspicious values in a row; the earlier ones raise none but stay out of the baseline too. After
+    `relearn_after` suspicious values in a row this is the new level: the verdict says so, and the baseline starts anew.
+    A non-finite step neither counts nor interrupts a row. Values beyond `PLAUSIBLE` are always suspicious, and raise a
+    verdict at once.
+    """
+
+    name: ClassVar[str]
+    requires: ClassVar[tuple[str, ...]] = ()  # names in `record.signals` (see `detect.signals`); absent: silent
+
+    def __init__(self, early: Early, *, relearn_after: int, persistence: int = 1) -> None:
+        self.early = early
+        self.relearn_after = relearn_after
+        self.persistence = persistence
+        self.run = 0  # suspicious finite values in a row
+        self._judged: tuple[StepRecord, float | None, Finding | None] | None = None  # a memo, no state
+
+    @abstractmethod
+    def value(self, record: StepRecord) -> float | None:
+        """The value under watch, or None where this record has none."""
+
+    @abstractmethod
+    def judge(self, value: float, record: StepRecord) -> Finding | None:
+        """A finding if the plausible `value` is suspicious against the baseline as it is."""
+
+    @abstractmethod
+    def accept(self, value: float, record: StepRecord) -> None:
+        """Take a plausible value into the baseline."""
+
+    @abstractmethod
+    def clear(self) -> None:
+        """Empty the baseline."""
+
+    @abstractmethod
+    def baseline(self) -> dict[str, Any]:
+        """The baseline as JSON primitives."""
+
+    @abstractmethod
+    def load_baseline(self, state: dict[str, Any]) -> None:
+        """The inverse of `baseline`."""
+
+    def inspect(self, record: StepRecord) -> Verdict | None:
+        """See `Detector.inspect`."""
+        value, finding = self._judge(record)
+        if finding is None or value is None:
+            return None
+        shift = self.run + 1 == self.relearn_after
+        tier = finding.tier or (Tier.WATCH if shift else None)
+        if tier is None or not (shift or finding.at_once or self.run + 1 >= self.persistence):
+            return None
+        reason = finding.reason
+        if shift:
+            reason += f"; level shift: {self.relearn_after} flags in a row, the baseline starts anew"
+        return Verdict(
+            detector=self.name, tier=tier, step=record.step, value=value, threshold=finding.threshold, reason=reason
+        )
+
+    def learn(self, record: StepRecord, verdict: Verdict | None, applied: bool) -> None:
+        """See `Detector.learn`."""
+        judged = self._judged
+        value, finding = judged[1:] if judged is not None and judged[0] is record else self._judge(record)
+        self._judged = None
+        if value is None:
+            return
+        if finding is not None:
+            self.run += 1
+            if self.run >= self.relearn_after:
+                self.run = 0
+                self.clear()
+            return
+        self.run = 0
+        if applied:
+            self.accept(value, record)
+
+    def reset(self) -> None:
+        """See `Detector.reset`."""
+        self.run = 0
+        self._judged = None
+        self.clear()
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `Detector.state_dict`."""
+        return {"run": self.run, **self.baseline()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """See `Detector.load_state_dict`."""
+        self.reset()
+        self.run = int(state["run"])
+        self.load_baseline(state)
+
+    def _judge(self, record: StepRecord) -> tuple[float | None, Finding | None]:
+        value = self.value(record) if record.finite and record.tokens > 0 else None
+        finding = None
+        if value is not None:
+            if abs(value) <= PLAUSIBLE:
+                finding = self.judge(value, record)
+            else:  # a NaN, against the record's contract, comes here as well
+                finding = Finding(Tier.LARGE, PLAUSIBLE, f"value {value:.3g} is beyond {PLAUSIBLE:.0e}", at_once=True)
+        self._judged = record, value, finding
+        return value, finding
+
+
+class WindowDetector(BaselineDetector):
+    """A baseline of the last W accepted values, silent until `warmup_steps` of them are there."""
+
+    def __init__(self, config: Windowed, early: Early) -> None:
+        super().__init__(early, relearn_after=config.relearn_after, persistence=config.persistence)
+        self.window = Window(config.window)
+
+    def accept(self, value: float, record: StepRecord) -> None:
+        """Into the window."""
+        self.window.push(value)
+
+    def clear(self) -> None:
+        """Empty the window."""
+        self.window.clear()
+
+    def baseline(self) -> dict[str, Any]:
+        """The window."""
+        return {"window": self.window.state_dict()}
+
+    def load_baseline(self, state: dict[str, Any]) -> None:
+        """The inverse."""
+        self.window.load_state_dict(state["window"])

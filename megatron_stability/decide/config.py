@@ -1,0 +1,77 @@
+"""The `decide` section: the policy table, budgets, cool-down and probation."""
+
+from __future__ import annotations
+
+import difflib
+from typing import Literal, Self
+
+from pydantic import Field, field_validator, model_validator
+
+from megatron_stability.detect.config import detector_names
+from megatron_stability.records import Action, Tier
+from megatron_stability.section import Section
+
+_SCALES = (Action.SCALE_LR, Action.SCALE_WEIGHT_DECAY)
+
+
+class Rule(Section):
+    """One row of the policy table: a verdict of this detector at this tier or above asks for this action.
+
+    `detector: a+b` asks for verdicts of both, each at this tier or above, no more than `within` steps apart.
+    """
+
+    detector: str = Field(description="a detector's name, names joined by +, or * for any")
+    tier: Tier
+    action: Action
+    within: int = Field(1, ge=1, description="for joined names: steps within which each raised its verdict")
+    factor: float | None = Field(None, gt=0, lt=1, description="scale_lr, scale_weight_decay, rewind: on the value")
+    steps: int | None = Field(None, ge=1, description="scale_lr, scale_weight_decay, rewind: for this many steps")
+    generations: int | None = Field(None, ge=1, description="rewind: complete checkpoints to go back, first attempt")
+    skip_steps: int | None = Field(None, ge=1, description="rewind: steps up to the incident whose data is skipped")
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The detectors that must agree."""
+        return tuple(self.detector.split("+"))
+
+    @field_validator("detector")
+    @classmethod
+    def _known(cls, detector: str) -> str:
+        known = detector_names()
+        for name in detector.split("+"):
+            if name not in known and detector != "*":
+                near = difflib.get_close_matches(name, known, n=1)
+                hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(known)}"
+                raise ValueError(f"no such detector: {name}; {hint}")
+        return detector
+
+    @model_validator(mode="after")
+    def _parameters(self) -> Self:
+        scales = self.factor is not None, self.steps is not None
+        if self.action in _SCALES and not all(scales):
+            raise ValueError(f"{self.action} needs factor and steps")
+        unfinished = self.generations is None or self.skip_steps is None or any(scales) != all(scales)
+        if self.action is Action.REWIND and unfinished:
+            raise ValueError("rewind needs generations and skip_steps, and factor and steps together or not at all")
+        if self.action not in (*_SCALES, Action.REWIND) and any(scales):
+            raise ValueError(f"{self.action} takes no factor or steps")
+        if self.action is not Action.REWIND and (self.generations or self.skip_steps):
+            raise ValueError(f"{self.action} takes no generations or skip_steps")
+        return self
+
+
+class Decide(Section):
+    """The policy table and its budgets."""
+
+    rules: tuple[Rule, ...] = (
+        Rule(detector="rank_agreement", tier=Tier.SYSTEM, action=Action.HALT),
+        Rule(detector="non_finite", tier=Tier.NON_FINITE, action=Action.SKIP),
+        Rule(detector="grad_norm_spike", tier=Tier.LARGE, action=Action.SKIP),
+    )
+    max_consecutive_skips: int = Field(5, ge=1, description="one more skip in a row than this ends skipping")
+    max_skips_per_1000_steps: int = Field(50, ge=1, description="one more within the last 1000 steps ends skipping")
+    when_exhausted: Literal["halt", "rewind"] = Field("halt", description="what follows when skipping has ended")
+    max_rewinds: int = Field(2, ge=0, description="rewinds per run; one more halts it")
+    rewind_skip_steps: int = Field(8, ge=1, description="skip_steps of a rewind by when_exhausted")
+    cooldown_steps: int = Field(500, ge=0, description="steps before scale_lr or scale_weight_decay is taken again")
+    probation_steps: int = Field(500, ge=0, description="steps after any action in which tiers count one higher")

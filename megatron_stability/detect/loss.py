@@ -1,0 +1,266 @@
+"""Loss spikes: by standard deviations (plain and robust), by nats, by ratio, and the share of them."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+from megatron_stability.detect import config as c
+from megatron_stability.detect.base import PLAUSIBLE, BaselineDetector, Finding, WindowDetector
+from megatron_stability.detect.window import SortedWindow
+from megatron_stability.records import StepRecord, Tier
+
+
+def nats_tier(nats: float) -> Tier:
+    """Severity by nats above the baseline: mild below 0.3, severe above 0.5."""
+    if nats > 0.5:
+        return Tier.LARGE
+    return Tier.MEDIUM if nats >= 0.3 else Tier.SMALL
+
+
+def sigma_finding(value: float, base: float, sigma: float, k: float, k_at_once: float) -> Finding | None:
+    """A finding if a loss is more than k sigma above its base."""
+    if value <= base + k * sigma:
+        return None
+    nats = value - base
+    reason = f"loss {value:.4f} nats is {nats:.3f} nats or {nats / sigma:.1f} sigma above its baseline {base:.4f}"
+    return Finding(nats_tier(nats), base + k * sigma, reason, at_once=nats > k_at_once * sigma)
+
+
+class LossSpike(WindowDetector):
+    """loss > μ + k·max(σ, `sigma_floor`), on `persistence` steps in a row or once beyond `k_at_once`.
+
+    μ, σ over the last `window` accepted losses; the tier follows the nats above μ. The floor keeps a loss that has all
+    but stopped moving from raising verdicts. k = 4 without persistence would give 0.6 false alarms in 20k steps of
+    Gaussian noise, and real noise has heavier tails.
+    """
+
+    name = "loss_spike"
+
+    def __init__(self, config: c.LossSpike, early: c.Early) -> None:
+        super().__init__(config, early)
+        self.config = config
+
+    def value(self, record: StepRecord) -> float | None:
+        """The loss in nats a token."""
+        return record.loss
+
+    def judge(self, value: float, record: StepRecord) -> Finding | None:
+        """See the class."""
+        config, window = self.config, self.window
+        if value <= window.mean or len(window) < config.warmup_steps:
+            return None
+        sigma = max(window.std, config.sigma_floor) * self.early.looseness(record.step)
+        return sigma_finding(value, window.mean, sigma, config.k, config.k_at_once)
+
+
+class LossMad(BaselineDetector):
+    """loss > median + k·max(1.4826·MAD, `sigma_floor`): as `LossSpike`, but outliers in the window don't blind it.
+
+    MAD is the median distance from the median; 1.4826 makes it σ for Gaussian noise.
+    """
+
+    name = "loss_mad"
+
+    def __init__(self, config: c.LossMad, early: c.Early) -> None:
+        super().__init__(early, relearn_after=config.relearn_after, persistence=config.persistence)
+        self.config = config
+        self.window = SortedWindow(config.window)
+
+    def value(self, record: StepRecord) -> float | None:
+        """The loss in nats a token."""
+        return record.loss
+
+    def judge(self, value: float, record: StepRecord) -> Finding | None:
+        """See the class."""
+        config, window = self.config, self.window
+        if len(window) < config.warmup_steps:
+            return None
+        median = window.median
+        if value <= median + config.k * config.sigma_floor:  # the usual case, without a MAD
+            return None
+        sigma = max(1.4826 * window.mad, config.sigma_floor) * self.early.looseness(record.step)
+        return sigma_finding(value, median, sigma, config.k, config.k_at_once)
+
+    def accept(self, value: float, record: StepRecord) -> None:
+        """Into the window."""
+        self.window.push(value)
+
+    def clear(self) -> None:
+        """Empty the window."""
+        self.window.clear()
+
+    def baseline(self) -> dict[str, Any]:
+        """The window."""
+        return {"window": self.window.state_dict()}
+
+    def load_baseline(self, state: dict[str, Any]) -> None:
+        """The inverse."""
+        self.window.load_state_dict(state["window"])
+
+
+class LossDelta(WindowDetector):
+    """Nats between the median of the last `smooth` losses and the mean of the last `window` accepted ones.
+
+    A row of steps above `watch` is WATCH once it is longer than `watch_steps`, MEDIUM if it also reaches `medium` or
+    lasts `mild_steps`; above `severe` it is LARGE at once. Losses of such steps stay out of the mean, so a slow rise
+    can't drag it along. The median forgets one bad batch, which `LossSpike` reports.
+    """
+
+    name = "loss_delta"
+
+    def __init__(self, config: c.LossDelta, early: c.Early) -> None:
+        super().__init__(config, early)
+        self.config = config
+        self.recent: deque[float] = deque(maxlen=config.smooth)
+
+    def value(self, record: StepRecord) -> float | None:
+        """The loss in nats a token."""
+        return record.loss
+
+    def judge(self, value: float, record: StepRecord) -> Finding | None:
+        """See the class."""
+        config, window = self.config, self.window
+        if len(window) < config.warmup_steps or len(self.recent) < config.smooth - 1:
+            return None
+        last = sorted([*self.recent, value][-config.smooth :])
+        nats = last[len(last) // 2] - window.mean
+        loose = self.early.looseness(record.step)
+        if nats <= config.watch * loose:
+            return None
+        row = self.run + 1
+        reason = f"median loss of {len(last)} steps is {nats:.3f} nats above its baseline, for {row} steps"
+        if nats > config.severe * loose:
+            return Finding(Tier.LARGE, config.severe * loose, reason)
+        if row <= config.watch_steps:
+            return Finding(None, config.watch * loose, reason)
+        mild = nats < config.medium * loose and row < config.mild_steps
+        return Finding(Tier.WATCH if mild else Tier.MEDIUM, config.watch * loose, reason)
+
+    def learn(self, record: StepRecord, verdict: Any, applied: bool) -> None:
+        """As the base class; the running median sees flagged losses too, skipped or not: it is no baseline."""
+        value = self._judge(record)[0]
+        super().learn(record, verdict, applied)
+        if value is not None and abs(value) <= PLAUSIBLE:
+            self.recent.append(value)
+
+    def clear(self) -> None:
+        """Empty both windows."""
+        super().clear()
+        self.recent.clear()
+
+    def baseline(self) -> dict[str, Any]:
+        """Both windows."""
+        return {**super().baseline(), "recent": list(self.recent)}
+
+    def load_baseline(self, state: dict[str, Any]) -> None:
+        """The inverse."""
+        super().load_baseline(state)
+        self.recent.extend(float(value) for value in state["recent"])
+
+
+class LossRatio(WindowDetector):
+    """loss / mean of the last `window` accepted losses.
+
+    SMALL from `small`, MEDIUM from `medium` or in a row longer than `small_steps`, LARGE from `large`.
+    """
+
+    name = "loss_ratio"
+
+    def __init__(self, config: c.LossRatio, early: c.Early) -> None:
+        super().__init__(config, early)
+        self.config = config
+
+    def value(self, record: StepRecord) -> float | None:
+        """The loss in nats a token."""
+        return record.loss
+
+    def judge(self, value: float, record: StepRecord) -> Finding | None:
+        """See the class."""
+        config, mean = self.config, self.window.mean
+        if value <= config.small * mean or mean <= 0 or len(self.window) < config.warmup_steps:
+            return None
+        ratio, row = value / mean, self.run + 1
+        reason = f"loss {value:.4f} nats is {ratio:.3g}x its running mean {mean:.4f}, for {row} steps"
+        if ratio >= config.large:
+            return Finding(Tier.LARGE, config.large * mean, reason)
+        if ratio >= config.medium or row > config.small_steps:
+            return Finding(Tier.MEDIUM, config.medium * mean, reason)
+        return Finding(Tier.SMALL, config.small * mean, reason)
+
+
+class SpikeScore(WindowDetector):
+    """OLMo 2's spike score: the share of values at least k = 7 σ above a rolling mean of 1000.
+
+    Here the rolling mean takes accepted values only, and a verdict (WATCH) is raised at a spike that finds the share of
+    the last `window` finite values above `alert`: single spikes are other detectors' business.
+    """
+
+    def __init__(self, config: c.SpikeScore, early: c.Early) -> None:
+        super().__init__(config, early)
+        self.config = config
+        self.seen = 0  # finite values so far
+        self.spikes: deque[int] = deque()  # values of `seen` at the spikes among the last `window`
+
+    @property
+    def score(self) -> float:
+        """The share, in [0, 1]."""
+        return len(self.spikes) / self.config.window
+
+    def judge(self, value: float, record: StepRecord) -> Finding | None:
+        """See the class."""
+        config, window = self.config, self.window
+        if value <= window.mean or len(window) < config.warmup_steps or value - window.mean < config.k * window.std:
+            return None
+        score = (len(self.spikes) + 1) / config.window
+        reason = f"spike score {100 * score:.2f} % of the last {config.window} steps ({config.k:g} sigma)"
+        tier = Tier.WATCH if score > config.alert else None
+        return Finding(tier, window.mean + config.k * window.std, reason)
+
+    def learn(self, record: StepRecord, verdict: Any, applied: bool) -> None:
+        """As the base class; flagged values count in the share."""
+        value, finding = self._judge(record)
+        super().learn(record, verdict, applied)
+        if value is None:
+            return
+        self.seen += 1
+        if finding is not None:
+            self.spikes.append(self.seen)
+        while self.spikes and self.seen - self.spikes[0] >= self.config.window:
+            self.spikes.popleft()
+
+    def clear(self) -> None:
+        """Empty the baseline and the share."""
+        super().clear()
+        self.seen = 0
+        self.spikes.clear()
+
+    def baseline(self) -> dict[str, Any]:
+        """The window and the spikes in it."""
+        return {**super().baseline(), "seen": self.seen, "spikes": list(self.spikes)}
+
+    def load_baseline(self, state: dict[str, Any]) -> None:
+        """The inverse."""
+        super().load_baseline(state)
+        self.seen = int(state["seen"])
+        self.spikes.extend(int(at) for at in state["spikes"])
+
+
+class LossSpikeScore(SpikeScore):
+    """The spike score of the loss."""
+
+    name = "loss_spike_score"
+
+    def value(self, record: StepRecord) -> float | None:
+        """The loss in nats a token."""
+        return record.loss
+
+
+class GradNormSpikeScore(SpikeScore):
+    """The spike score of the gradient norm."""
+
+    name = "grad_norm_spike_score"
+
+    def value(self, record: StepRecord) -> float | None:
+        """The global norm before clipping."""
+        return record.grad_norm

@@ -1,0 +1,48 @@
+"""The names in `StepRecord.signals` that detectors read: what each is, over what it is reduced, in which unit.
+
+An observer that measures one of these puts it under this name on the steps on which it was measured. A detector whose
+signal is absent from a record says nothing about that step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from types import MappingProxyType
+
+from megatron_stability.detect.base import Detector
+
+SIGNALS: Mapping[str, str] = MappingProxyType(
+    {
+        "clip_grad": "Megatron's --clip-grad; gradient norm above which a step is clipped",
+        "step_seconds": "wall time of the step, maximum over ranks; seconds",
+        "held_out/<set>": "validation loss of one set, on the steps that evaluate; nats a token",
+        "grad_norm/layer_max": "largest L2 gradient norm of one decoder layer, over all stages",
+        "grad_norm/layer_median": "median of the decoder layers' L2 gradient norms, over all stages",
+        "param_norm": "L2 norm of all parameters",
+        "embedding_norm": "L2 norm of the word embedding",
+        "attention/max_logit": "largest attention logit before softcap and mask, over layers, heads and ranks",
+        "attention/min_entropy": "least mean attention entropy of a head, over layers and ranks; nats",
+        "fp8/saturation": "largest share of a tensor's elements at the format's maximum",
+        "fp8/underflow": "largest share of a tensor's non-zero elements that became zero",
+        "fp8/scale_age": "most steps a tensor's scale has stood still while its amax moved",
+        "moe/max_load": "largest tokens of an expert over the mean of its layer's experts",
+        "moe/dropped": "share of token-expert assignments dropped, worst layer",
+        "moe/router_z": "mean logsumexp² of the router logits, worst layer",
+    }
+)
+HELD_OUT = "held_out/"
+
+
+def silent(detectors: Sequence[Detector], available: Collection[str]) -> dict[str, tuple[str, ...]]:
+    """Detectors that will say nothing, and the signals they lack.
+
+    Args:
+        detectors: from `build`.
+        available: names of the signals that the run's observers measure.
+
+    Returns:
+        Missing signal names by detector name; empty if every detector has what it reads.
+    """
+    names = {"held_out/<set>" if name.startswith(HELD_OUT) else name for name in available}
+    lacking = {d.name: tuple(name for name in d.requires if name not in names) for d in detectors}
+    return {name: missing for name, missing in lacking.items() if missing}

@@ -1,0 +1,35 @@
+"""Step records for the tests of detectors and policy."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+from megatron_stability.detect.base import Detector
+from megatron_stability.records import StepRecord, Verdict
+
+
+def step(number: int, loss: float = 2.0, grad_norm: float = 1.0, **fields: Any) -> StepRecord:
+    """A record as `observe` makes it: a non-finite value is NaN and counted."""
+    if not math.isfinite(loss):
+        loss, fields["nonfinite_losses"] = math.nan, 1
+    if not math.isfinite(grad_norm):
+        grad_norm, fields["nonfinite_grads"] = math.nan, 1
+    fields = {"first_sample": 8 * (number - 1), "samples": 8, "tokens": 512.0, **fields}
+    return StepRecord(step=number, loss=loss, grad_norm=grad_norm, **fields)
+
+
+def feed(detector: Detector, records: Iterable[StepRecord], skip: bool = True) -> list[Verdict | None]:
+    """Run one detector over records as the pipeline does; with `skip`, flagged and non-finite steps aren't applied."""
+    verdicts = []
+    for record in records:
+        verdict = detector.inspect(record)
+        detector.learn(record, verdict, applied=not skip or (verdict is None and record.finite))
+        verdicts.append(verdict)
+    return verdicts
+
+
+def flagged(verdicts: Iterable[Verdict | None]) -> list[int]:
+    """The step numbers with a verdict."""
+    return [verdict.step for verdict in verdicts if verdict is not None]
