@@ -26,7 +26,7 @@ def install_runtime(args: Namespace) -> None:
     Raises:
         UsageError: the tree is not valid, or it and Megatron's arguments can't both be had.
     """
-    config = tree.load(args.stability_config, vars(args))
+    config = tree.load(overrides=vars(args))
     if config.mode == "off":
         return
     refuse_what_cannot_work(config, args)

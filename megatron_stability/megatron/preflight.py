@@ -144,7 +144,7 @@ def complaint_about_arguments(job: Job, world: int, prepared: bool = True) -> st
             args = parse_args(gpt.add_arguments)
             validate_args(args, {"tokenizer_type": "NullTokenizer"})
         gpt.refuse_what_is_not_carried(args)
-        config = tree.load(args.stability_config, vars(args))
+        config = tree.load(overrides=vars(args))
         if config.mode != "off":
             arguments.refuse_what_cannot_work(config, args)
     except UsageError as error:
