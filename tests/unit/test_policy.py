@@ -8,7 +8,7 @@ import math
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from steps import step
+from steps import PROPERTY, step
 
 from megatron_stability.config import load
 from megatron_stability.decide.config import Decide, Rule
@@ -132,6 +132,7 @@ def test_observe_applies_and_says_what_act_would_do() -> None:
     assert observe.decide(step(6), []).action is Action.APPLY
 
 
+@PROPERTY
 @given(
     before=st.lists(st.booleans(), max_size=60),
     after=st.lists(st.booleans(), max_size=60),
