@@ -319,7 +319,7 @@ decide:
         verdict("grad_norm_spike", Tier.MEDIUM),
         verdict("loss_spike", Tier.LARGE),
     )
-    for found in ([large], [norm]):
+    for found in ([norm], [large]):
         whole.settle(whole.decide(step(1), found))
     restored.load_state_dict(json.loads(json.dumps(whole.state_dict(), allow_nan=False)))
     expected = [Action.SCALE_WEIGHT_DECAY, Action.REWIND, Action.REWIND, Action.HALT]
