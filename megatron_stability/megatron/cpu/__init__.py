@@ -100,11 +100,14 @@ def installed() -> bool:
     return bool(_BACKEND.rows)
 
 
-def install() -> None:
+def install(*, banner: bool = True) -> None:
     """Let the host stand in for one CUDA device in this process, until `uninstall`; a second call does nothing.
 
     Call it before Megatron is imported, so that no module takes an unreplaced function from torch, and after an import
     hook that patches Megatron, since it imports `megatron.core`. Missing variables of `environment` are set.
+
+    Args:
+        banner: Whether rank 0 prints `BANNER` to the standard error stream.
 
     Raises:
         UsageError: A CUDA device is visible, Transformer Engine is importable, or megatron-core is not installed.
@@ -138,7 +141,7 @@ def install() -> None:
     except BaseException:
         _BACKEND.restore()
         raise
-    if os.environ.get("RANK", "0") == "0":
+    if banner and os.environ.get("RANK", "0") == "0":
         print(BANNER, file=sys.stderr, flush=True)
 
 
