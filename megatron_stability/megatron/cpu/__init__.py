@@ -136,7 +136,7 @@ def install(*, banner: bool = True) -> None:
     try:
         _BACKEND.replace(list(torch_rows(host_generator)))
         _BACKEND.host_generator = host_generator
-        torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+        torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"].partition(",")[0]))  # OpenMP allows one a nesting level
         _BACKEND.replace(megatron_rows())
     except BaseException:
         _BACKEND.restore()
