@@ -46,8 +46,10 @@ class RepairGate:
 
     def inspect(self, record: StepRecord) -> Verdict | None:
         """A verdict at the end of a continuation that is worse; changes nothing."""
+        if self.target is None or self.steps + 1 < self.config.steps:
+            return None
         now = measures(record)
-        if self.target is None or not now or self.steps + 1 < self.config.steps:
+        if not now:
             return None
         for name, target in self.target.items():
             values = [*self.seen[name].values] if name in self.seen else []

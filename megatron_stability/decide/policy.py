@@ -41,6 +41,8 @@ class TablePolicy:
     def __init__(self, config: Decide, mode: Literal["observe", "act"]) -> None:
         self.config = config
         self.mode = mode
+        rewinds = config.when_exhausted == "rewind" or any(rule.action is Action.REWIND for rule in config.rules)
+        self._gated = mode == "act" and rewinds  # else there is no continuation to judge
         self._start()
 
     def _start(self) -> None:
@@ -173,7 +175,7 @@ class TablePolicy:
         """Count a decision that was carried out (in `observe` mode: that was advised) against the budgets."""
         if decision.parameters.get(OUTSIDE_BUDGET):
             return
-        if self.mode == "act" and self._record is not None and self._record.step == decision.step:
+        if self._gated and self._record is not None and self._record.step == decision.step:
             self._gate.settle(self._record, decision)
         self._record = None
         advised = decision.advised
