@@ -9,18 +9,18 @@ ROOT = Path(__file__).parent
 
 def patch_files() -> list[tuple[str, list[str]]]:
     """(install folder, files) for the diffs in patches/, so that an installed wheel carries them."""
+    folders = sorted(path for path in (ROOT / "patches").glob("*") if path.is_dir())
     return [
         (
             f"share/megatron-stability/{folder.relative_to(ROOT)}",
-            [str(p.relative_to(ROOT)) for p in sorted(folder.glob("*.patch"))],
+            [str(path.relative_to(ROOT)) for path in sorted(folder.glob("*.patch"))],
         )
-        for folder in sorted((ROOT / "patches").iterdir())
-        if folder.is_dir()
+        for folder in folders
     ]
 
 
 MEGATRON = ["megatron-core[training]>=0.18.2,<0.20", "torch>=2.6"]
-REPORT = ["plotly>=6"]
+REPORT = ["plotly>=6", "jinja2>=3.1"]
 
 setup(
     name="megatron-stability",

@@ -1,6 +1,7 @@
 """The one kind of error that a user is meant to read."""
 
 EXIT_FINE, EXIT_FINDING, EXIT_UNUSABLE = 0, 1, 2
+EXIT_HALTED = 18  # the policy stopped the run; 16 and 17 are taken by the rerun state machine of Megatron
 
 
 class UsageError(Exception):

@@ -1,0 +1,41 @@
+#!/usr/bin/env bash
+# Every check of the project, cheap ones first; stops at the first stage that fails.   usage: bash ci/test.sh [--fast]
+# --fast leaves out tests/e2e, which starts real pretraining runs.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+fast=""
+case "$#:${1:-}" in
+    0:) ;;
+    1:--fast) fast=yes ;;
+    *) echo "usage: bash ci/test.sh [--fast]" >&2; exit 2 ;;
+esac
+[ -t 1 ] && bold=$'\033[1m' plain=$'\033[0m' || bold="" plain=""
+summary=""
+
+stage() { # stage NAME COMMAND...
+    local name=$1 began=$SECONDS rc=0 took
+    shift
+    printf '%s== %s%s\n' "$bold" "$name" "$plain"
+    "$@" || rc=$?
+    took=$((SECONDS - began))
+    summary+=$(printf '%6d s  %s' "$took" "$name")$'\n'
+    [ "$rc" = 0 ] || { printf '\n%stest.sh: stage "%s" failed after %d s (exit code %d).\n' "$summary" "$name" "$took" "$rc" >&2; exit 1; }
+}
+
+# Whatever the caller's shell carries, the tests see this tree's code and no user-site packages.
+unset PYTHONPATH PYTHONHOME
+export PYTHONNOUSERSITE=1
+bin=.venv/bin
+
+stage "environment" bash ci/env.sh
+stage "ruff: lint" "$bin/ruff" check --quiet .
+stage "ruff: format" "$bin/ruff" format --check --quiet .
+stage "pydoclint" "$bin/pydoclint" --quiet megatron_stability
+stage "import-linter" "$bin/lint-imports"
+stage "pure rooms on plain torch" "$bin/python" ci/bare_import.py
+stage "mypy" "$bin/mypy"
+stage "tests" "$bin/python" -m pytest tests --ignore=tests/e2e
+if [ -z "$fast" ] && [ -d tests/e2e ]; then
+    stage "tests: e2e" "$bin/python" -m pytest tests/e2e
+fi
+printf '\n%s%6d s  all stages passed\n' "$summary" "$SECONDS"

@@ -1,0 +1,141 @@
+"""The command `megatron-stability`: a table of subcommands, each imported when it is called.
+
+Importing this module pulls in neither torch nor Megatron, so that `--help` answers at once and on any machine.
+"""
+
+import difflib
+import importlib
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from megatron_stability import __version__
+from megatron_stability.errors import EXIT_FINE, EXIT_UNUSABLE, UsageError
+
+PROGRAM = "megatron-stability"
+EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells report it
+
+
+@dataclass(frozen=True)
+class Command:
+    """One subcommand: where its function `(argv: list[str]) -> int` lives, and its line in the help."""
+
+    name: str
+    module: str
+    function: str
+    help: str
+
+
+COMMANDS = (
+    Command("pretrain", "megatron_stability.megatron.launch", "pretrain", "train a GPT with Megatron and this plugin"),
+    Command("run", "megatron_stability.megatron.launch", "run_script", "run an unmodified pretrain_gpt.py with it"),
+    Command("patch", "megatron_stability.megatron.patching.command", "run", "open the seams in an installed Megatron"),
+    Command("prepare-data", "megatron_stability.megatron.prepare_data", "run", "make Megatron's data files from text"),
+    Command("report", "megatron_stability.record.report", "run", "write the HTML report of a run"),
+    Command("quickstart", "megatron_stability.megatron.quickstart", "run", "train a small GPT with and without it"),
+)
+
+# Packages that the base install leaves out, and the extra that brings each.
+EXTRAS = {
+    "torch": "megatron",
+    "megatron": "megatron",
+    "megatron.core": "megatron",
+    "megatron.training": "megatron",
+    "plotly": "report",
+    "tokenizers": "tokenizers",
+    "sentencepiece": "tokenizers",
+}
+
+
+def usage() -> str:
+    """The text of `megatron-stability --help`."""
+    width = max(len(command.name) for command in COMMANDS)
+    lines = [f"  {command.name:<{width}}  {command.help}" for command in COMMANDS]
+    return "\n".join(
+        [
+            f"usage: {PROGRAM} COMMAND ...",
+            "",
+            "Prevents, sees, decides on, undoes and explains training instabilities of Megatron pretraining.",
+            "",
+            "commands:",
+            *lines,
+            "",
+            f"`{PROGRAM} COMMAND --help` explains one. `--version` prints the version.",
+            f"Example: {PROGRAM} prepare-data docs/ --output data/docs",
+            "Exit codes: 0 fine, 1 a finding, 2 unusable input, 130 interrupted.",
+        ]
+    )
+
+
+def find(name: str) -> Command:
+    """The command called `name`.
+
+    Args:
+        name: what the user typed.
+
+    Returns:
+        Its row of `COMMANDS`.
+
+    Raises:
+        UsageError: there is none; the message suggests the nearest name.
+    """
+    by_name = {command.name: command for command in COMMANDS}
+    if name in by_name:
+        return by_name[name]
+    near = difflib.get_close_matches(name, by_name, n=1)
+    hint = f"did you mean `{near[0]}`?" if near else f"the commands are {', '.join(by_name)}."
+    kind = "option" if name.startswith("-") else "command"
+    raise UsageError(f"there is no {kind} `{name}`; {hint}")
+
+
+def call(command: Command, argv: list[str]) -> int:
+    """Imports the command's module and runs it.
+
+    Args:
+        command: the row of `COMMANDS`.
+        argv: the arguments after its name.
+
+    Returns:
+        The exit code.
+
+    Raises:
+        UsageError: the input is unusable, or a package that the command needs is not installed.
+    """
+    try:
+        function: Callable[[list[str]], int] = getattr(importlib.import_module(command.module), command.function)
+        return function(argv)
+    except ModuleNotFoundError as error:
+        if error.name not in EXTRAS:
+            raise
+        raise UsageError(
+            f"the package `{error.name}` is not installed; `pip install '{PROGRAM}[{EXTRAS[error.name]}]'` brings it."
+        ) from error
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command and returns the exit code; `argv` defaults to the process's arguments."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if not arguments:
+        print(usage(), file=sys.stderr)
+        return EXIT_UNUSABLE
+    if arguments[0] in ("-h", "--help"):
+        print(usage())
+        return EXIT_FINE
+    if arguments[0] == "--version":
+        print(f"{PROGRAM} {__version__}")
+        return EXIT_FINE
+    prefix = PROGRAM
+    try:
+        command = find(arguments[0])
+        prefix = f"{PROGRAM} {command.name}"
+        return call(command, arguments[1:])
+    except UsageError as error:
+        print(f"{prefix}: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print(f"{prefix}: interrupted", file=sys.stderr)
+        return EXIT_INTERRUPTED
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,67 @@
+"""The plugin's flags in Megatron's parser, and the installation of the runtime that they ask for."""
+
+from __future__ import annotations
+
+from argparse import ArgumentParser, Namespace
+
+from megatron_stability import config as tree
+from megatron_stability.errors import UsageError
+from megatron_stability.megatron import apex, seams
+
+
+def add_arguments(parser: ArgumentParser) -> ArgumentParser:
+    """Add `--stability-config` and one flag for each leaf of the tree; a parser that has them is left alone."""
+    if "--stability-config" not in parser._option_string_actions:
+        tree.add_flags(parser)
+    return parser
+
+
+def install_runtime(args: Namespace) -> None:
+    """Validate the tree against Megatron's arguments and install the runtime; nothing where the mode is `off`.
+
+    Args:
+        args: Megatron's validated arguments, before anything was built from them. In `act` mode Megatron's own NaN
+            checks are turned off here, since they would end the run before the gate could withhold the step.
+
+    Raises:
+        UsageError: the tree is not valid, or it and Megatron's arguments can't both be had.
+    """
+    config = tree.load(overrides=vars(args))
+    if config.mode == "off":
+        return
+    refuse_what_cannot_work(config, args)
+    if args.rank == 0:
+        print(f"> megatron-stability: {apex.line()}", flush=True)
+    if config.mode == "act" and args.check_for_nan_in_loss_and_grad:
+        args.check_for_nan_in_loss_and_grad = False
+        if args.rank == 0:
+            print(
+                "> megatron-stability: --check-for-nan-in-loss-and-grad is turned off: Megatron's check would stop the "
+                "run before a non-finite step can be skipped; the same values are judged at the gate",
+                flush=True,
+            )
+    from megatron_stability.megatron.runtime import Runtime
+
+    seams.install(Runtime(config, args))
+
+
+def refuse_what_cannot_work(config: tree.StabilityConfig, args: Namespace) -> None:
+    """Raise for a pair of flags that would silently do something else.
+
+    Args:
+        config: the validated tree, mode other than off.
+        args: Megatron's validated arguments.
+
+    Raises:
+        UsageError: names both flags and the way out.
+    """
+    if config.mode == "act" and args.fp16:
+        raise UsageError(
+            "--fp16 with --stability-mode act: the loss scaler moves before a step can be withheld; use --bf16, or "
+            "--stability-mode observe"
+        )
+    if getattr(args, "optimizer_cuda_graph", False):
+        raise UsageError(
+            "--optimizer-cuda-graph with --stability-mode other than off: a captured optimizer step can't be withheld; "
+            "drop the flag, or use --stability-mode off"
+        )

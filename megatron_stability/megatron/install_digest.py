@@ -1,0 +1,51 @@
+"""What is installed on a rank, as one digest; ranks compare it before step 0."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Any
+
+import torch.distributed as dist
+from megatron.core.package_info import __version__ as megatron_core_version
+from packaging.version import Version
+
+import megatron_stability
+from megatron_stability.config import StabilityConfig
+from megatron_stability.errors import UsageError
+from megatron_stability.megatron.patching.tree import installed_root, read_tree
+
+
+def versions() -> dict[str, str]:
+    """Names and versions that decide what this rank computes."""
+    return {
+        "megatron_stability": megatron_stability.__version__,
+        "megatron_core": Version(megatron_core_version).public,  # without the hash of whatever repository we run in
+        "patches": read_tree(installed_root()).patch_set.digest,
+    }
+
+
+def compare(group: dist.ProcessGroup | None, config: StabilityConfig, complaint: str | None = None) -> None:
+    """Collective: stop before the first step where ranks differ in versions, patches or configuration.
+
+    Args:
+        group: every rank that must agree.
+        config: this rank's tree.
+        complaint: why this rank alone can't begin; it stops all, for the others would wait for it for ever.
+
+    Raises:
+        UsageError: on every rank alike; names the ranks that differ from rank 0 and in what, or is the complaint.
+    """
+    mine: dict[str, Any] = versions() | {
+        "configuration": hashlib.sha256(json.dumps(config.model_dump(mode="json"), sort_keys=True).encode()).hexdigest()
+    }
+    answers: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(answers, (mine, complaint), group=group)
+    for _, reason in answers:
+        if reason is not None:
+            raise UsageError(reason)
+    everyone = [theirs for theirs, _ in answers]
+    for rank, other in enumerate(everyone):
+        if other != everyone[0]:
+            names = ", ".join(name for name in mine if other.get(name) != everyone[0].get(name))
+            raise UsageError(f"rank {rank} differs from rank 0 in {names}; install the same on every node")

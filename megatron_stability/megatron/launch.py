@@ -1,0 +1,162 @@
+"""`megatron-stability pretrain` and `run SCRIPT`: patch in memory, choose the backend, start the ranks.
+
+Under torchrun this process is one rank already. With `--nproc N` it starts N ranks itself, after everything that can
+be judged beforehand was judged once: one sentence instead of N tracebacks. On the CPU backend the ranks are forked from
+this process once Megatron is imported, so that its import is paid once; with GPUs each rank is a fresh process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import runpy
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from megatron_stability import config as tree
+from megatron_stability.errors import EXIT_FINE, EXIT_UNUSABLE, UsageError
+from megatron_stability.megatron import preflight
+from megatron_stability.megatron.ranks import Ranks
+
+EPILOG = {
+    "pretrain": "All other flags are Megatron's. Example, a dry run on two CPU ranks:\n"
+    "  megatron-stability pretrain --nproc 2 --cpu --tensor-model-parallel-size 2 --num-layers 2 --hidden-size 64 \\\n"
+    "    --num-attention-heads 4 --seq-length 64 --max-position-embeddings 64 --micro-batch-size 2 \\\n"
+    "    --global-batch-size 4 --train-iters 10 --lr 1e-3 --mock-data --vocab-size 255",
+    "run": "SCRIPT and all other flags are Megatron's. Example:\n"
+    "  torchrun --nproc-per-node 8 -m megatron_stability.cli run pretrain_gpt.py --spec megatron_stability ...",
+}
+
+
+@dataclass(frozen=True)
+class Job:
+    """What every rank does: Megatron's flags, and the script that reads them (None: our own pretraining)."""
+
+    argv: tuple[str, ...]
+    script: Path | None
+    cpu: bool
+    patched: bool
+
+    def prepare(self) -> None:
+        """Make this process ready to import Megatron: path, patches, backend. Before any import of megatron."""
+        if self.script is not None:
+            sys.path.insert(0, str(self.script.resolve().parent))  # as `python SCRIPT` does; a clone's megatron wins
+        if self.patched:
+            from megatron_stability.megatron.patching import in_memory
+
+            in_memory.install()
+        if self.cpu:
+            from megatron_stability.megatron import cpu
+
+            cpu.install()
+
+    def train(self) -> None:
+        """Run to the end of training in this process, which is one rank."""
+        from megatron_stability.megatron import seams
+
+        sys.argv = [str(self.script or "megatron-stability pretrain"), *self.argv]
+        try:
+            if self.script is not None:
+                runpy.run_path(str(self.script), run_name="__main__")
+            else:
+                from megatron_stability.megatron import pretrain as gpt
+
+                gpt.main()
+        finally:
+            seams.uninstall()
+
+
+def pretrain(argv: Sequence[str]) -> int:
+    """`megatron-stability pretrain`.
+
+    Args:
+        argv: the launcher's flags and Megatron's.
+
+    Returns:
+        The exit code: 0, 2 for unusable input, or the ranks' own (18: the policy halted the run).
+    """
+    options, rest = _options("pretrain", argv)
+    return _launch(options, rest, script=None)
+
+
+def run_script(argv: Sequence[str]) -> int:
+    """`megatron-stability run SCRIPT`: an unmodified `pretrain_gpt.py`, patched in memory.
+
+    Args:
+        argv: the launcher's flags, the script, and its flags.
+
+    Returns:
+        As `pretrain`.
+    """
+    options, rest = _options("run", argv)
+    if not rest or rest[0].startswith("-"):
+        raise UsageError("run needs a script: megatron-stability run [--nproc N] [--cpu] pretrain_gpt.py FLAGS")
+    script = Path(rest[0])
+    if not script.is_file():
+        raise UsageError(f"{script}: there is no such script")
+    return _launch(options, rest[1:], script)
+
+
+def _options(name: Literal["pretrain", "run"], argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    parser = argparse.ArgumentParser(
+        prog=f"megatron-stability {name}",
+        allow_abbrev=False,
+        epilog=EPILOG[name],
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--nproc", type=int, default=None, metavar="N", help="start N ranks here, without torchrun")
+    parser.add_argument("--cpu", action="store_true", help="dry run on CPUs with gloo, no GPU needed")
+    tree.add_flags(parser)
+    options, _ = parser.parse_known_args(argv)
+    own = argparse.ArgumentParser(allow_abbrev=False, add_help=False)
+    own.add_argument("--nproc", type=int)
+    own.add_argument("--cpu", action="store_true")
+    return options, own.parse_known_args(argv)[1]
+
+
+def _launch(options: argparse.Namespace, argv: list[str], script: Path | None) -> int:
+    config = tree.load(overrides=vars(options))
+    inside = "RANK" in os.environ
+    if inside and options.nproc is not None:
+        raise UsageError("--nproc was given under torchrun, which started the ranks already; drop one of the two")
+    world = int(os.environ["WORLD_SIZE"]) if inside else options.nproc or 1
+    if options.cpu:
+        from megatron_stability.megatron import cpu
+
+        argv = [*cpu.FLAGS, *argv]  # the user's own come later and win
+    # Stock is stock: with our own script and everything off, not even the seams are opened.
+    job = Job(tuple(argv), script, options.cpu, patched=script is not None or config.mode != "off")
+    preflight.check_layout(argv, world)
+    preflight.check_files(argv)
+    if inside:
+        return _as_rank(job, world)
+    with Ranks(world, fork=options.cpu) as ranks:
+        if options.cpu:
+            job.prepare()
+            import megatron.training  # noqa: F401  # paid once, before the fork
+        if script is None:
+            complaint = ranks.ask_once(preflight.complaint_about_arguments, job, world)
+            if complaint:
+                raise UsageError(complaint)
+        return ranks.run(_rank_main, job)
+
+
+def _as_rank(job: Job, world: int) -> int:
+    """This process was started by torchrun: one sentence from rank 0, exit 2 on all."""
+    job.prepare()
+    complaint = preflight.complaint_about_arguments(job, world) if job.script is None else None
+    if complaint:
+        if os.environ["RANK"] == "0":
+            raise UsageError(complaint)
+        return EXIT_UNUSABLE
+    job.train()
+    return EXIT_FINE
+
+
+def _rank_main(job: Job, prepared: bool) -> None:
+    if not prepared:
+        job.prepare()
+    job.train()

@@ -1,0 +1,71 @@
+"""What Megatron's optimizer and model keep that a withheld step must not change."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer.optimizer import ChainedOptimizer
+
+
+class ForwardState:
+    """The model's buffers, kept before a forward and put back when the step is withheld.
+
+    MoE routers count tokens and move their expert bias in buffers, in the forward and in `finalize_model_grads`, before
+    the optimizer is asked (`core/transformer/moe/router.py`). Every buffer is kept, by name of none: a router of the
+    next release is covered too. A dense model has next to none.
+    """
+
+    def __init__(self, model: list[Any]) -> None:
+        """Takes Megatron's list of model chunks."""
+        self._model = model
+        self._kept: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    @torch.no_grad()
+    def keep(self) -> None:
+        """Copy every buffer, on its device."""
+        buffers = self._buffers()
+        if [id(buffer) for buffer, _ in self._kept] != [id(buffer) for buffer in buffers]:
+            self._kept = [(buffer, buffer.clone()) for buffer in buffers]
+            return
+        for buffer, copy in self._kept:
+            if copy.shape != buffer.shape or copy.dtype != buffer.dtype:  # a router goes to fp32 in its first forward
+                copy.data = buffer.clone()
+            else:
+                copy.copy_(buffer)
+
+    def _buffers(self) -> list[torch.Tensor]:
+        # Not `chunk.buffers()`: Megatron's DDP wrapper has a list of gradient buffers under that name.
+        modules = (module for chunk in self._model for module in chunk.modules())
+        return [buffer for module in modules for buffer in module._buffers.values() if buffer is not None]
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Put back what `keep` saw."""
+        for buffer, copy in self._kept:
+            buffer.copy_(copy)
+
+
+def grad_amax(model: list[Any]) -> torch.Tensor | None:
+    """The largest |g| over all gradients that this rank holds, NaN if one is NaN; None without gradients.
+
+    One pass over the gradient buffers of Megatron's DDP, without a temporary and without a host synchronisation. Called
+    between the gradient reduction and the optimizer, before clipping can spread a NaN.
+    """
+    grads: list[torch.Tensor] = []
+    for chunk in model:
+        if isinstance(chunk, DistributedDataParallel):
+            grads += [buffer.grad_data for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+        else:
+            held = (getattr(p, "main_grad", None) if p.grad is None else p.grad for p in chunk.parameters())
+            grads += [grad for grad in held if grad is not None]
+    if not grads:
+        return None
+    ends = [end.float() for grad in grads if grad.numel() for end in torch.aminmax(grad)]
+    return torch.stack(ends).abs().amax() if ends else None
+
+
+def has_no_norm_of_its_own(optimizer: Any) -> bool:
+    """Whether Megatron computes no norm: clipping is off, and only ChainedOptimizer computes one all the same."""
+    return optimizer.config.clip_grad <= 0.0 and not isinstance(optimizer, ChainedOptimizer)

@@ -1,0 +1,188 @@
+"""What stands in a Megatron tree (a clone's root, or a site-packages), and which patch set fits it; writes nothing."""
+
+from __future__ import annotations
+
+import ast
+from dataclasses import dataclass
+from enum import StrEnum
+from importlib.metadata import PathDistribution
+from importlib.util import find_spec
+from pathlib import Path
+
+from packaging.version import Version
+
+from megatron_stability.errors import UsageError
+from megatron_stability.megatron.patching.diff import ContextError, read_text
+from megatron_stability.megatron.patching.patch_set import PatchSet, load_patch_set, patches_root, supported_versions
+
+_PACKAGE_INFO = Path("megatron", "core", "package_info.py")
+
+
+class State(StrEnum):
+    """How a tree stands to its patch set."""
+
+    NOT_APPLIED = "not_applied"
+    APPLIED = "applied"
+    HALF_APPLIED = "half_applied"  # some files are stock, the others patched: an apply or revert was killed
+
+
+@dataclass(frozen=True)
+class TargetFile:
+    """One file of the patch set: its text before (None: absent) and after the series, and whether it has the latter."""
+
+    path: str
+    stock: str | None
+    patched: str
+    applied: bool
+
+
+@dataclass(frozen=True)
+class Tree:
+    """A Megatron tree in which every target file is, to the byte, either stock or patched.
+
+    `version` is what the tree says of itself; `patch_set.version` may differ for a clone.
+    """
+
+    root: Path
+    version: str
+    patch_set: PatchSet
+    files: tuple[TargetFile, ...]
+
+    @property
+    def state(self) -> State:
+        """Whether all, none or some of the files are patched."""
+        applied = {file.applied for file in self.files}
+        if len(applied) == 2:
+            return State.HALF_APPLIED
+        return State.APPLIED if applied == {True} else State.NOT_APPLIED
+
+    def paths(self, applied: bool) -> tuple[str, ...]:
+        """The target files that are patched, or those that are not."""
+        return tuple(file.path for file in self.files if file.applied == applied)
+
+
+def installed_root() -> Path:
+    """Finds the installed Megatron without importing anything.
+
+    Returns:
+        The folder from which `import megatron.core` would load.
+
+    Raises:
+        UsageError: megatron-core is not installed.
+    """
+    spec = find_spec("megatron")
+    for location in (spec.submodule_search_locations or []) if spec else []:
+        root = Path(location).parent
+        if (root / _PACKAGE_INFO).is_file():
+            return root
+    raise UsageError(
+        "megatron-core is not installed in this environment: pip install 'megatron-stability[megatron]', "
+        "put a Megatron-LM clone on PYTHONPATH, or name one with --target."
+    )
+
+
+def detect_version(root: Path) -> tuple[str, bool]:
+    """Reads which megatron-core a tree holds, without importing it.
+
+    Args:
+        root: a clone's root or a site-packages folder.
+
+    Returns:
+        The version, and whether a wheel installed it (else the tree is a clone).
+
+    Raises:
+        UsageError: `root` holds no megatron/core, or says no version.
+    """
+    info = root / _PACKAGE_INFO
+    if not info.is_file():
+        raise UsageError(
+            f"{root} holds no {_PACKAGE_INFO.as_posix()}: --target takes the root of a Megatron-LM clone, or a "
+            "site-packages folder with megatron-core."
+        )
+    wheels = sorted(root.glob("megatron_core-*.dist-info"))
+    if len(wheels) > 1:
+        raise UsageError(
+            f"{root} holds {' and '.join(w.name for w in wheels)}: reinstall megatron-core, so that one is left."
+        )
+    if wheels:
+        return PathDistribution(wheels[0]).version, True
+    values: dict[str, object] = {}
+    for node in ast.parse(info.read_bytes()).body:
+        if (
+            isinstance(node, ast.Assign)
+            and isinstance(node.targets[0], ast.Name)
+            and isinstance(node.value, ast.Constant)
+        ):
+            values[node.targets[0].id] = node.value.value
+    try:
+        return "".join(
+            [".".join(str(values[k]) for k in ("MAJOR", "MINOR", "PATCH")), str(values["PRE_RELEASE"])]
+        ), False
+    except KeyError as missing:
+        raise UsageError(f"{info} has no line {missing} = …, so the version of megatron-core is unknown.") from missing
+
+
+def read_tree(root: Path, patches: Path | None = None) -> Tree:
+    """Reads every target file below `root` and finds the patch set that fits.
+
+    A wheel must have the very version of a patch set. A clone's version names a line of development rather than bytes
+    (the tag core_v0.19.0 calls itself 0.19.1), so a clone may have any version of the same minor release whose target
+    files the patches fit exactly.
+
+    Args:
+        root: a clone's root or a site-packages folder.
+        patches: the folder of patch folders; `patches_root()` by default.
+
+    Returns:
+        The tree and its patch set, whatever its state.
+
+    Raises:
+        UsageError: no Megatron there, an unknown version, or a file that is neither stock nor patched; names the file,
+            the hunk, the expected and found line, and the supported versions.
+    """
+    patches = patches or patches_root()
+    version, is_wheel = detect_version(root)
+    supported = supported_versions(patches)
+    candidates = [version] if version in supported or is_wheel else _same_minor(version, supported) or [version]
+    misfit: ContextError | None = None
+    for candidate in candidates:
+        patch_set = load_patch_set(candidate, patches)
+        try:
+            return Tree(root, version, patch_set, tuple(_read_file(root, patch_set, path) for path in patch_set.paths))
+        except ContextError as error:
+            misfit = misfit or error
+    raise UsageError(
+        f"{root} (megatron-core {version}) can't be patched: {misfit}; supported are megatron-core "
+        f"{', '.join(supported)} with unchanged target files; nothing was changed."
+    ) from misfit
+
+
+def _same_minor(version: str, supported: tuple[str, ...]) -> list[str]:
+    """The supported versions of the same minor release, newest first."""
+    return [s for s in reversed(supported) if Version(s).release[:2] == Version(version).release[:2]]
+
+
+def _read_file(root: Path, patch_set: PatchSet, path: str) -> TargetFile:
+    """Classifies one file; raises ContextError where it is neither stock nor patched."""
+    file = root / path
+    try:
+        text = read_text(file) if file.exists() else None
+    except OSError as error:
+        raise UsageError(f"{file} can't be read: {error.strerror}.") from error
+    if not file.parent.is_dir():
+        raise ContextError(f"{path} can't be created: its folder is missing")
+    try:
+        patched = patch_set.apply(path, text)
+    except ContextError as misfit:
+        try:
+            stock = patch_set.revert(path, text)
+        except ContextError:
+            if text is not None and "megatron_stability" in text:
+                raise ContextError(
+                    f"{misfit} (the file calls megatron_stability: perhaps another release patched it, or some of the "
+                    "patches only; revert with that release, or reinstall Megatron)"
+                ) from misfit
+            raise misfit from None
+        assert text is not None  # revert() would have raised
+        return TargetFile(path, stock, text, applied=True)
+    return TargetFile(path, text, patched, applied=False)

@@ -1,0 +1,264 @@
+"""The installed runtime: Megatron's step, handed to the pipeline and back.
+
+Thin on purpose. What is judged stands in `detect/` and `decide/`; here is only where Megatron keeps what they need.
+Every rank has one, and every method that says "collective" is called by every rank, once a step, in the same order.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from argparse import Namespace
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.num_microbatches_calculator import get_current_global_batch_size
+from megatron.training import print_rank_last
+
+import megatron_stability
+from megatron_stability import detect
+from megatron_stability.config import StabilityConfig
+from megatron_stability.decide.policy import TablePolicy
+from megatron_stability.errors import EXIT_HALTED, UsageError
+from megatron_stability.megatron import install_digest, optimizer_state
+from megatron_stability.megatron.sinks import MegatronWriters
+from megatron_stability.observe.reduction import LocalSignals, Reduction
+from megatron_stability.pipeline import Pipeline, Sink
+from megatron_stability.record.bundle import Bundles, Context, plain_args
+from megatron_stability.record.ledger import Ledger, RunInfo
+from megatron_stability.records import Action, Decision, StepRecord
+
+STATE_KEY = "megatron_stability"
+_NO_LOSSES = torch.zeros(0, 2)
+
+
+class Runtime:
+    """What the seams ask (see `seams.py` for where each method is called from)."""
+
+    def __init__(self, config: StabilityConfig, args: Namespace) -> None:
+        """Builds the pure rooms; whatever needs ranks or the model waits for `train_begins`.
+
+        Args:
+            config: the validated tree, mode `observe` or `act`.
+            args: Megatron's arguments, read at every step (`consumed_train_samples` moves there).
+        """
+        assert config.mode != "off", "mode off installs no runtime"
+        self.config = config
+        self._args = args
+        self._sinks: list[Sink] = []
+        self._ledger: Ledger | None = None
+        self._reduction: Reduction | None = None
+        self._forward_state: optimizer_state.ForwardState | None = None
+        self._losses_n2 = _NO_LOSSES
+        self._grad_amax: torch.Tensor | None = None
+        self._model: list[Any] = []
+        self._optimizer: Any = None
+        self._step: tuple[StepRecord, Decision] | None = None
+        self._incidents = 0
+        self._next_sample = self._last_step = 0
+        self._pipeline: Pipeline[LocalSignals] = Pipeline(
+            observe=self._observe,
+            detectors=detect.build(config.detect),
+            policy=TablePolicy(config.decide, config.mode),
+            sinks=self._sinks,
+        )
+
+    @property
+    def rank(self) -> int:
+        """This process's global rank."""
+        return int(self._args.rank)
+
+    # --- life -------------------------------------------------------------------------------------------------
+
+    def train_begins(self, model: list[Any], optimizer: Any, opt_param_scheduler: Any) -> None:
+        """Collective: ranks compare what is installed, then the ledger opens at the resumed step."""
+        args = self._args
+        del opt_param_scheduler
+        device = torch.device("cuda", torch.cuda.current_device()) if _on_gpu() else torch.device("cpu")
+        group = dist.group.WORLD
+        install_digest.compare(group, self.config, complaint=self._open_ledger() if dist.get_rank() == 0 else None)
+        self._model, self._optimizer = model, optimizer
+        self._reduction = Reduction(group, device)
+        self._forward_state = optimizer_state.ForwardState(model)
+        self._next_sample, self._last_step = args.consumed_train_samples, args.iteration
+        self._sinks.append(MegatronWriters(enabled=self.config.record.tensorboard))
+        print_rank_last(f"> megatron-stability: mode {self.config.mode}, ledger in {self.ledger_folder()}")
+
+    def _open_ledger(self) -> str | None:
+        """Open it at the resumed step; the complaint, if it can't be, is for every rank to raise."""
+        args = self._args
+        try:
+            self._ledger = Ledger.open(
+                self.ledger_folder(),
+                resume_step=args.iteration,
+                resume_sample=args.consumed_train_samples,
+                run_info=self._run_info(),
+            )
+            bundles = Bundles(
+                self.ledger_folder(),
+                limits=self.config.record,
+                context=self._bundle_context(),
+                generation=lambda: self._ledger.generation if self._ledger is not None else 0,
+            )
+        except UsageError as error:
+            return str(error)
+        self._sinks += [self._ledger, bundles]
+        return None
+
+    def ledger_folder(self) -> Path:
+        """`record.dir`, else SAVE/stability, else ./stability."""
+        if self.config.record.dir is not None:
+            return self.config.record.dir
+        return Path(self._args.save or ".") / "stability"
+
+    def close(self) -> None:
+        """Close the ledger."""
+        if self._ledger is not None:
+            self._note_samples_that_megatron_passed_over()
+            self._ledger.close()
+            self._ledger = None
+
+    # --- one step ---------------------------------------------------------------------------------------------
+
+    def step_begins(self) -> None:
+        """Keep what a forward and backward will change and a skip must put back."""
+        assert self._forward_state is not None, "train_begins was not called: is patch 006-train-loop applied?"
+        self._forward_state.keep()
+        self._losses_n2 = _NO_LOSSES
+        self._step = None
+        self._note_samples_that_megatron_passed_over()
+
+    def losses_ready(self, losses_reduced: Sequence[dict[str, Any]]) -> None:
+        """Keep this rank's micro-batch losses if it is the one that speaks for them, and look at its gradients."""
+        self._grad_amax = optimizer_state.grad_amax(self._model)
+        if losses_reduced and parallel_state.get_tensor_model_parallel_rank() == 0:
+            key = "lm loss" if "lm loss" in losses_reduced[0] else next(iter(losses_reduced[0]))
+            self._losses_n2 = torch.stack([_sum_and_tokens(losses[key]) for losses in losses_reduced])
+
+    def update_allowed(self, optimizer: Any, grad_norm: Any) -> bool:
+        """The gate. Collective: one all-gather."""
+        if optimizer_state.has_no_norm_of_its_own(optimizer):
+            grad_norm = optimizer.get_grad_norm()  # collective over the optimizer's own group, as if it clipped
+        self._step = self._pipeline.decide(self._local(grad_norm))
+        return self._step[1].updates_weights
+
+    def update_done(self, update_successful: bool) -> None:
+        """Undo what a withheld step changed, then let baselines learn and the ledger write."""
+        if self._step is None:  # fp16: the loss scaler rejected the gradient before the gate, on every rank alike
+            self._step = self._pipeline.decide(self._local(grad_norm=None, overflow=True))
+        record, decision = self._step
+        if not decision.updates_weights:
+            assert self._forward_state is not None
+            self._forward_state.restore()
+        elif not update_successful:
+            reason = "the loss scaler backed off" if record.overflow else "Megatron itself withheld the update"
+            decision = dataclasses.replace(decision, action=Action.SKIP, reason=reason)
+            self._step = record, decision
+        if decision.action is not Action.HALT:  # a halted step is not consumed: a resume reads its samples again
+            self._next_sample, self._last_step = record.last_sample, record.step
+        self._pipeline.finish(record, decision)
+        if decision.advised is not Action.APPLY or decision.action is not Action.APPLY:
+            self._incidents += 1
+            print_rank_last(f" stability: step {record.step} {_verb(decision)}: {decision.reason}")
+
+    def exit_after_step(self, should_checkpoint: bool, should_exit: bool, exit_code: int) -> tuple[bool, bool, int]:
+        """A halt leaves the loop before the step is counted; the last good checkpoint stays the newest."""
+        if self._step is not None and self._step[1].action is Action.HALT:
+            return False, True, EXIT_HALTED
+        return should_checkpoint, should_exit, exit_code
+
+    def log_string(self) -> str:
+        """Fields for Megatron's log line."""
+        return f" stability incidents: {self._incidents:3d} |"
+
+    # --- checkpoint -------------------------------------------------------------------------------------------
+
+    def add_checkpoint_state(self, state_dict: dict[str, Any]) -> None:
+        """One JSON string: equal on all ranks, and nothing that a weights_only load refuses."""
+        state_dict[STATE_KEY] = json.dumps(self._pipeline.state_dict(), allow_nan=False)
+        if self._ledger is not None:
+            self._ledger.flush()
+
+    def load_checkpoint_state(self, state_dict: dict[str, Any]) -> None:
+        """Baselines and budgets go on where they were; a checkpoint without them is said, not assumed."""
+        state = state_dict.get(STATE_KEY)
+        if state is None:
+            print_rank_last("> megatron-stability: the checkpoint has no detector state; baselines start afresh")
+        else:
+            self._pipeline.load_state_dict(json.loads(state))
+
+    # --- inside -----------------------------------------------------------------------------------------------
+
+    def _observe(self, local: LocalSignals) -> StepRecord:
+        assert self._reduction is not None, "train_begins was not called: is patch 006-train-loop applied?"
+        return self._reduction(local)
+
+    def _local(self, grad_norm: Any, overflow: bool = False) -> LocalSignals:
+        args = self._args
+        groups = self._optimizer.param_groups
+        return LocalSignals(
+            step=args.curr_iteration + 1,
+            first_sample=args.consumed_train_samples,
+            samples=get_current_global_batch_size(),
+            loss_sums_n2=self._losses_n2,
+            grad_norm=grad_norm,
+            grad_amax=self._grad_amax,
+            overflow=overflow,
+            learning_rate=float(groups[0]["lr"]) if groups else 0.0,
+        )
+
+    def _note_samples_that_megatron_passed_over(self) -> None:
+        """`--iterations-to-skip` moves the cursor without a step; those samples get their fate here."""
+        samples = self._args.consumed_train_samples - self._next_sample
+        if samples == 0:
+            return
+        record = StepRecord(
+            step=self._last_step + max(1, samples // get_current_global_batch_size()),
+            first_sample=self._next_sample,
+            samples=samples,
+            tokens=0.0,
+            loss=math.nan,
+            grad_norm=math.nan,
+        )
+        reason = "--iterations-to-skip"
+        decision = Decision(step=record.step, action=Action.SKIP, advised=Action.SKIP, reason=reason)
+        for sink in self._sinks:
+            sink.write(record, decision)
+        self._next_sample, self._last_step = record.last_sample, record.step
+
+    def _bundle_context(self) -> Context:
+        info = self._run_info()
+        return Context(
+            versions=dict(info.versions),
+            layout=dict(info.layout),
+            args=plain_args(vars(self._args)),
+            patch_digest=info.versions["patches"],
+        )
+
+    def _run_info(self) -> RunInfo:
+        args = self._args
+        names = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "data_parallel_size")
+        layout = {name: int(getattr(args, name)) for name in names} | {"world_size": int(args.world_size)}
+        versions = {"megatron_stability": megatron_stability.__version__, "torch": torch.__version__}
+        return RunInfo(mode=self.config.mode, versions=versions | install_digest.versions(), layout=layout)
+
+
+def _on_gpu() -> bool:
+    return dist.get_backend() == "nccl"
+
+
+def _sum_and_tokens(value: torch.Tensor) -> torch.Tensor:
+    """[2] (summed loss in nats, valid tokens) of one micro-batch; a plain mean counts as one token."""
+    value = value.detach().reshape(-1)
+    return value if value.numel() == 2 else torch.stack([value[0], torch.ones_like(value[0])])
+
+
+def _verb(decision: Decision) -> str:
+    if decision.action is decision.advised:
+        return decision.action.upper()
+    return f"{decision.action.upper()} (would {decision.advised.upper()})"

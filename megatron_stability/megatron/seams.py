@@ -1,0 +1,133 @@
+"""What a patched Megatron calls. Each function asks the one installed runtime, and does nothing without one.
+
+Importing this module costs nothing: no torch, no megatron. The calls stand in `patches/`; their order in a step:
+
+    step_begins, (forward, backward), losses_ready, update_allowed, (optimizer), update_done, exit_after_step
+
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from argparse import ArgumentParser, Namespace
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from megatron_stability.errors import UsageError
+
+if TYPE_CHECKING:
+    from megatron_stability.megatron.runtime import Runtime
+
+_runtime: Runtime | None = None  # the one handle; set by `install`, cleared by `uninstall`
+
+SPEC = ("megatron_stability.megatron.layer_specs", "stability_layer_spec")
+
+
+def install(runtime: Runtime) -> None:
+    """Make `runtime` the one that the seams ask."""
+    global _runtime
+    if _runtime is not None and _runtime is not runtime:
+        raise RuntimeError("a megatron_stability runtime is installed already; uninstall it first")
+    _runtime = runtime
+
+
+def uninstall() -> None:
+    """Forget the runtime and close what it holds open; from here on a patched Megatron runs as stock."""
+    global _runtime
+    if _runtime is not None:
+        _runtime.close()
+    _runtime = None
+
+
+def installed() -> Runtime | None:
+    """The installed runtime."""
+    return _runtime
+
+
+@contextlib.contextmanager
+def _one_sentence(rank: int) -> Iterator[None]:
+    """Bad input ends every rank with code 2, and rank 0 says why: a host script knows nothing of our errors."""
+    try:
+        yield
+    except UsageError as error:
+        if rank == 0:
+            print(f"megatron-stability: {error}", file=sys.stderr, flush=True)
+        sys.exit(error.exit_code)
+
+
+def add_arguments(parser: ArgumentParser) -> ArgumentParser:
+    """`training/arguments.py parse_args`: the plugin's flags, unless a caller added them already."""
+    from megatron_stability.megatron import arguments
+
+    return arguments.add_arguments(parser)
+
+
+def arguments_ready(args: Namespace) -> None:
+    """`training/arguments.py parse_and_validate_args`, before anything is built: install the runtime asked for."""
+    from megatron_stability.megatron import arguments
+
+    with _one_sentence(args.rank):
+        arguments.install_runtime(args)
+
+
+def spec_path(module_path: Sequence[str]) -> tuple[str, str]:
+    """`core/transformer/spec_utils.py import_module`: `--spec megatron_stability` alone names our layer spec."""
+    if tuple(module_path) == ("megatron_stability",):
+        return SPEC
+    base_path, name = module_path
+    return base_path, name
+
+
+def train_begins(model: list[Any], optimizer: Any, opt_param_scheduler: Any) -> None:
+    """`training/training.py train`, after the checkpoint was loaded and before the first step. Collective."""
+    if _runtime is not None:
+        with _one_sentence(_runtime.rank):
+            _runtime.train_begins(model, optimizer, opt_param_scheduler)
+
+
+def step_begins() -> None:
+    """`train_step`, before forward and backward."""
+    if _runtime is not None:
+        _runtime.step_begins()
+
+
+def losses_ready(losses_reduced: Sequence[dict[str, Any]]) -> None:
+    """`train_step`, after the last forward and backward: this rank's micro-batch losses."""
+    if _runtime is not None:
+        _runtime.losses_ready(losses_reduced)
+
+
+def update_allowed(optimizer: Any, grad_norm: Any) -> bool:
+    """`core/optimizer/optimizer.py step`, between the norm and `step_with_ready_grads`: the gate. Collective."""
+    return _runtime is None or _runtime.update_allowed(optimizer, grad_norm)
+
+
+def update_done(update_successful: bool) -> None:
+    """`train_step`, right after `optimizer.step()`."""
+    if _runtime is not None:
+        _runtime.update_done(update_successful)
+
+
+def exit_after_step(should_checkpoint: bool, should_exit: bool, exit_code: int) -> tuple[bool, bool, int]:
+    """`train`, after `train_step`: what Megatron wants, or our own halt."""
+    if _runtime is None:
+        return should_checkpoint, should_exit, exit_code
+    return _runtime.exit_after_step(should_checkpoint, should_exit, exit_code)
+
+
+def log_string() -> str:
+    """`training_log`: what is appended to Megatron's log line."""
+    return "" if _runtime is None else _runtime.log_string()
+
+
+def add_checkpoint_state(state_dict: dict[str, Any]) -> None:
+    """`training/checkpointing.py generate_state_dict`: our state, as one JSON string."""
+    if _runtime is not None:
+        _runtime.add_checkpoint_state(state_dict)
+
+
+def load_checkpoint_state(state_dict: dict[str, Any]) -> None:
+    """`training/checkpointing.py load_checkpoint`: the inverse."""
+    if _runtime is not None:
+        _runtime.load_checkpoint_state(state_dict)

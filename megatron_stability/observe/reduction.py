@@ -1,0 +1,159 @@
+"""The one collective of a step: an all-gather of a fixed vector a rank, combined locally in rank order.
+
+A gather, not a reduce: every rank sees every rank's numbers, adds them in the same order and so gets the same bits,
+and NaN travels as what it is beside a count that says so. (A MAX reduction may drop NaN: gloo's was seen to.)
+float64 keeps step, token and sample counts exact up to 2^53.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+
+import torch
+import torch.distributed as dist
+
+from megatron_stability.records import StepRecord
+
+#: Column order of the vector. `loss_sum` is nats summed over the valid tokens that this rank alone speaks for.
+COLUMNS = (
+    "step",
+    "first_sample",
+    "samples",
+    "loss_sum",
+    "loss_tokens",
+    "nonfinite_losses",
+    "grad_norm",
+    "nonfinite_norm",
+    "nonfinite_grad",
+    "overflow",
+    "learning_rate",
+)
+_AT = {name: i for i, name in enumerate(COLUMNS)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocalSignals:
+    """What one rank saw of one step.
+
+    Attributes:
+        step: 1-based training iteration.
+        first_sample: global index of the step's first sample.
+        samples: global batch size.
+        loss_sums_n2: [n, 2] float tensor: for each of this rank's n micro-batches the summed loss (nats) and the
+            valid tokens; n = 0 on ranks that own no loss (not the last pipeline stage, or tensor rank > 0).
+        grad_norm: the norm that Megatron computed before clipping; None where this rank has no gradient.
+        grad_amax: the largest |g| in this rank's gradient buffers, NaN if one is NaN; None where there is none. The
+            norm is blind to copies: a replicated parameter counts on tensor rank 0 only, a tied embedding on the first
+            stage only.
+        overflow: the fp16 loss scaler rejected the gradient.
+        learning_rate: of the first parameter group; 0 on ranks without one.
+    """
+
+    step: int
+    first_sample: int
+    samples: int
+    loss_sums_n2: torch.Tensor
+    grad_norm: torch.Tensor | float | None
+    grad_amax: torch.Tensor | float | None = None
+    overflow: bool = False
+    learning_rate: float = 0.0
+
+    def pack(self, device: torch.device) -> torch.Tensor:
+        """This rank's row, [len(COLUMNS)] float64 on `device`, made without a device-to-host copy."""
+        sums_n2 = self.loss_sums_n2.to(device=device, dtype=torch.float64)
+        finite_n2 = torch.isfinite(sums_n2)
+        norm, amax = _scalar(self.grad_norm, device), _scalar(self.grad_amax, device)
+        host = torch.tensor(
+            [self.step, self.first_sample, self.samples, self.overflow, self.learning_rate],
+            dtype=torch.float64,
+        ).to(device, non_blocking=True)
+        kept_n2 = torch.where(finite_n2, sums_n2, 0.0)  # a NaN micro-batch must not hide the others' loss
+        return torch.stack(
+            [
+                host[0],
+                host[1],
+                host[2],
+                kept_n2[:, 0].sum(),
+                kept_n2[:, 1].sum(),
+                (~finite_n2.all(dim=1)).sum().double(),
+                torch.where(torch.isfinite(norm), norm, 0.0),
+                (~torch.isfinite(norm)).double(),
+                (~torch.isfinite(amax)).double(),
+                host[3],
+                host[4],
+            ]
+        )
+
+
+def _scalar(value: torch.Tensor | float | None, device: torch.device) -> torch.Tensor:
+    value = 0.0 if value is None else value
+    return torch.as_tensor(value, dtype=torch.float64).to(device, non_blocking=True).reshape(())
+
+
+def combine(rows: Sequence[Sequence[float]]) -> StepRecord:
+    """The record from all ranks' rows, in rank order; the same bits on every rank.
+
+    Args:
+        rows: [world][len(COLUMNS)], row r from rank r.
+
+    Returns:
+        The reduced record. `loss` is NaN if any micro-batch's loss was not finite or no target token was valid;
+        `grad_norm` is the largest finite norm that a rank reported, NaN if any rank's was not finite.
+    """
+
+    def column(name: str) -> list[float]:
+        return [row[_AT[name]] for row in rows]
+
+    cursors = [tuple(row[_AT[c]] for c in ("step", "first_sample", "samples")) for row in rows]
+    tokens = sum(column("loss_tokens"))
+    nonfinite_losses = int(sum(column("nonfinite_losses")))
+    norms, grads = column("nonfinite_norm"), column("nonfinite_grad")
+    nonfinite_grads = sum(bool(norm or grad) for norm, grad in zip(norms, grads, strict=True))
+    bad_loss = nonfinite_losses > 0 or tokens <= 0
+    return StepRecord(
+        step=int(rows[0][_AT["step"]]),
+        first_sample=int(rows[0][_AT["first_sample"]]),
+        samples=int(rows[0][_AT["samples"]]),
+        tokens=tokens,
+        loss=math.nan if bad_loss else sum(column("loss_sum")) / tokens,
+        grad_norm=math.nan if nonfinite_grads else max(column("grad_norm")),
+        nonfinite_losses=nonfinite_losses,
+        nonfinite_grads=nonfinite_grads,
+        overflow=any(column("overflow")),
+        learning_rate=max(column("learning_rate")),
+        disagreeing_ranks=tuple(rank for rank, cursor in enumerate(cursors) if cursor != cursors[0]),
+        culprit_ranks=_culprits(column("nonfinite_losses"), grads),
+        signals=MappingProxyType({}),
+    )
+
+
+def _culprits(nonfinite_losses: list[float], nonfinite_grads: list[float]) -> tuple[int, ...]:
+    """Where it began: a loss is a rank's own, and makes every gradient behind it NaN, so it comes first."""
+    flagged = nonfinite_losses if any(nonfinite_losses) else nonfinite_grads
+    return tuple(rank for rank, count in enumerate(flagged) if count)
+
+
+@dataclass(frozen=True, slots=True)
+class Reduction:
+    """`Pipeline.observe` for torch.distributed.
+
+    Attributes:
+        group: every rank that must agree; None where torch.distributed is not initialised (one process).
+        device: where the collective's backend wants its tensors.
+    """
+
+    group: dist.ProcessGroup | None
+    device: torch.device
+
+    def __call__(self, local: LocalSignals) -> StepRecord:
+        """One all-gather, one device-to-host copy."""
+        row = local.pack(self.device)
+        if self.group is None:
+            return combine([row.tolist()])
+        world = dist.get_world_size(self.group)
+        rows = torch.empty(world * row.numel(), dtype=row.dtype, device=row.device)
+        dist.all_gather_into_tensor(rows, row, group=self.group)
+        return combine(rows.view(world, -1).tolist())

@@ -1,0 +1,23 @@
+"""Fixtures that every test folder shares."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.dist.pool import Pool, megatron_on_cpu
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[Pool]:
+    """`ranks.run(fn, *args, world=2)`: a top-level function on gloo ranks with torch alone."""
+    pool = Pool()
+    yield pool
+    pool.close()
+
+
+@pytest.fixture(scope="session")
+def megatron_ranks() -> Iterator[Pool]:
+    """As `ranks`, on ranks that have Megatron on the CPU backend; mark such tests `megatron`."""
+    pool = Pool(megatron_on_cpu)
+    yield pool
+    pool.close()
