@@ -143,12 +143,14 @@ def evaluate(name: str, runs: int, steps: int, healthy: int) -> dict[str, float]
     delays: dict[str, list[int]] = {kind: [] for kind in (*KINDS, CHANCE)}
     total, false = dict.fromkeys(delays, 0), 0
     for seed in range(runs):
-        found, faults, alarms = score(RULES[name](), synthesize(seed, steps, True, SIGMAS[seed % 3]))
+        found, faults, alarms = score(RULES[name](), synthesize(5000 + seed, steps, True, SIGMAS[seed % 3]))
         false += alarms
         for kind in delays:
             delays[kind] += found[kind]
             total[kind] += faults[kind]
-    quiet = sum(score(RULES[name](), synthesize(1000 + seed, 20000, faults=False))[2] for seed in range(healthy))
+    quiet = sum(
+        score(RULES[name](), synthesize(6000 + seed, 20000, False, SIGMAS[seed % 3]))[2] for seed in range(healthy)
+    )
     hits, faults_in_all = sum(len(delays[kind]) for kind in KINDS), sum(total[kind] for kind in KINDS)
     precision, recall = hits / (hits + false) if hits + false else 0.0, hits / faults_in_all
     row = {"precision": precision, "recall": recall}
