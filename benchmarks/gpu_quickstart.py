@@ -46,7 +46,8 @@ def main() -> int:
     run = RunView.from_ledger(out / "run", "cuda")
     expected = {*quickstart.HARD_BATCHES, quickstart.NAN_STEP}
     print(
-        f"exit code {code}, {len(run.steps)} steps, skipped {sorted(run.withheld)}, loss {run.loss[0]:.3f} to {run.loss[-1]:.3f}"
+        f"exit code {code}, {len(run.steps)} steps, skipped {sorted(run.withheld)}, "
+        f"loss {run.loss[0]:.3f} to {run.loss[-1]:.3f}"
     )
     return 0 if code == 0 and set(run.withheld) == expected and math.isfinite(run.loss[-1]) else 1
 
