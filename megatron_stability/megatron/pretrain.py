@@ -8,7 +8,7 @@ pretrain_gpt.py` does.
 from __future__ import annotations
 
 from argparse import ArgumentParser
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -99,7 +99,7 @@ def model_provider(
         vp_stage=vp_stage,
         pg_collection=pg_collection,
     )
-    drills.hook_gradients(model, args)
+    drills.hook_gradients(model, args, vp_stage)
     return model
 
 
@@ -236,8 +236,12 @@ def datasets_provider(num_samples: Sequence[int], vp_stage: int | None = None) -
 datasets_provider.is_distributed = True  # type: ignore[attr-defined]  # Megatron: every rank calls it
 
 
-def main() -> None:
-    """Parse Megatron's command line and train; `sys.argv` holds it."""
+def main(model_provider: Callable[..., torch.nn.Module] = model_provider) -> None:
+    """Parse Megatron's command line and train; `sys.argv` holds it.
+
+    Args:
+        model_provider: builds one model chunk, with the signature of this module's own.
+    """
     args = parse_and_validate_args(extra_args_provider=add_arguments, args_defaults={"tokenizer_type": "NullTokenizer"})
     refuse_what_is_not_carried(args)
     pretrain(

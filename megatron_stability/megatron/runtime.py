@@ -44,18 +44,23 @@ class Runtime:
         Args:
             config: the validated tree, mode `observe` or `act`.
             args: Megatron's arguments, read at every step (`consumed_train_samples` moves there).
+
+        Attributes:
+            sinks: told of every finished step, on every rank; more may be appended before training begins.
+            model: Megatron's list of model chunks, from `train_begins` on.
+            optimizer: Megatron's optimizer, from `train_begins` on.
         """
         assert config.mode != "off", "mode off installs no runtime"
         self.config = config
         self._args = args
-        self._sinks: list[Sink] = []
+        self.sinks: list[Sink] = []
         self._ledger: Ledger | None = None
         self._reduction: Reduction | None = None
         self._forward_state: optimizer_state.ForwardState | None = None
         self._losses_n2 = _NO_LOSSES
         self._grad_amax: torch.Tensor | None = None
-        self._model: list[Any] = []
-        self._optimizer: Any = None
+        self.model: list[Any] = []
+        self.optimizer: Any = None
         self._step: tuple[StepRecord, Decision] | None = None
         self._incidents = 0
         self._next_sample = 0
@@ -63,7 +68,7 @@ class Runtime:
             observe=self._observe,
             detectors=detect.build(config.detect),
             policy=TablePolicy(config.decide, config.mode),
-            sinks=self._sinks,
+            sinks=self.sinks,
         )
 
     @property
@@ -80,13 +85,13 @@ class Runtime:
         device = torch.device("cuda", torch.cuda.current_device()) if _on_gpu() else torch.device("cpu")
         group = dist.group.WORLD
         install_digest.compare(group, self.config, complaint=self._open_ledger() if dist.get_rank() == 0 else None)
-        self._model, self._optimizer = model, optimizer
+        self.model, self.optimizer = model, optimizer
         self._reduction = Reduction(group, device)
         self._forward_state = optimizer_state.ForwardState(model)
         self._next_sample = args.consumed_train_samples
-        self._sinks.append(MegatronWriters(enabled=self.config.record.tensorboard))
+        self.sinks.append(MegatronWriters(enabled=self.config.record.tensorboard))
         if self._ledger is not None:
-            self._sinks.append(self._ledger)
+            self.sinks.append(self._ledger)
         print_rank_last(f"> megatron-stability: mode {self.config.mode}, ledger in {self.ledger_folder()}")
 
     def _open_ledger(self) -> str | None:
@@ -128,7 +133,7 @@ class Runtime:
 
     def losses_ready(self, losses_reduced: Sequence[dict[str, Any]]) -> None:
         """Keep this rank's micro-batch losses if it is the one that speaks for them, and look at its gradients."""
-        self._grad_amax = optimizer_state.grad_amax(self._model)
+        self._grad_amax = optimizer_state.grad_amax(self.model)
         if losses_reduced and parallel_state.get_tensor_model_parallel_rank() == 0:
             key = "lm loss" if "lm loss" in losses_reduced[0] else next(iter(losses_reduced[0]))
             self._losses_n2 = torch.stack([_sum_and_tokens(losses[key]) for losses in losses_reduced])
@@ -192,7 +197,7 @@ class Runtime:
 
     def _local(self, grad_norm: Any, overflow: bool = False) -> LocalSignals:
         args = self._args
-        groups = self._optimizer.param_groups
+        groups = self.optimizer.param_groups
         return LocalSignals(
             step=args.curr_iteration + 1,
             first_sample=args.consumed_train_samples,
@@ -219,7 +224,7 @@ class Runtime:
         )
         reason = "--iterations-to-skip"
         decision = Decision(step=record.step, action=Action.SKIP, advised=Action.SKIP, reason=reason)
-        for sink in self._sinks:
+        for sink in self.sinks:
             sink.write(record, decision)
         self._next_sample = args.consumed_train_samples
 
