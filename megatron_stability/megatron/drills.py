@@ -93,7 +93,7 @@ def _strike(fault: Fault, args: Namespace, grad: torch.Tensor) -> torch.Tensor:
 
 
 def scale_gradient(loss: torch.Tensor, args: Namespace) -> torch.Tensor:
-    """The same loss with a scaled gradient, or a NaN or Inf loss, where a fault strikes; the very same tensor elsewhere."""
+    """The same loss with a scaled gradient, or a NaN or Inf loss, where a fault strikes; elsewhere the very tensor."""
     for fault in faults(args) if torch.is_grad_enabled() else ():
         if fault.strikes(args):
             loss = loss * VALUES[fault.kind] if fault.kind in ("nan-loss", "inf-loss") else loss

@@ -60,7 +60,7 @@ def _leaves(name: str, value: Any) -> list[tuple[str, Any]]:
 
 
 def pack(value: Any) -> bytes:
-    """For the way back from a rank: plain pickles of tensors there name Megatron's own loader, which knows no uint32."""
+    """For the way back from a rank, where pickles of tensors name Megatron's own loader, which knows no uint32."""
     file = io.BytesIO()
     torch.save(value, file)
     return file.getvalue()

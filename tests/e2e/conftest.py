@@ -1,4 +1,4 @@
-"""Pools of ranks for each release of Megatron, stock and patched; a template is started by the first job that needs it."""
+"""Pools of ranks for each release of Megatron, stock and patched; the first job that needs a template starts it."""
 
 from collections.abc import Iterator
 

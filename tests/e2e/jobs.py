@@ -90,12 +90,17 @@ def older_patched() -> None:
     _prepare(older_release(), patched=True)
 
 
+def command_line(flags: tuple[str, ...]) -> tuple[str, ...]:
+    """`flags` after, so winning over, `MODEL` and the CPU backend's; bf16 unless they say fp16."""
+    return (*MODEL, *cpu.FLAGS, *(() if "--fp16" in flags else ("--bf16",)), *flags)
+
+
 def train(context: Context, flags: tuple[str, ...], probe: Probe | None = None) -> tuple[int, list[Any]]:
     """Train the small model on this rank.
 
     Args:
         context: the rank.
-        flags: Megatron's and the plugin's, after (so winning over) `MODEL` and the CPU backend's.
+        flags: Megatron's and the plugin's.
         probe: what looks on, if anything does.
 
     Returns:
@@ -103,8 +108,7 @@ def train(context: Context, flags: tuple[str, ...], probe: Probe | None = None) 
     """
     from megatron_stability.megatron import pretrain, seams
 
-    precision = () if "--fp16" in flags else ("--bf16",)
-    sys.argv = ["megatron-stability pretrain", *MODEL, *cpu.FLAGS, *precision, *flags]
+    sys.argv = ["megatron-stability pretrain", *command_line(flags)]
     provider = pretrain.model_provider if probe is None else partial(_probed_model, probe)
     try:
         pretrain.main(model_provider=provider)

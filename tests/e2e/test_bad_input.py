@@ -7,7 +7,6 @@ import socket
 import struct
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -25,12 +24,12 @@ TINY = (
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The working directory; nothing may be added to it, and no environment of a launcher is inherited."""
     monkeypatch.chdir(tmp_path)
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
-    yield tmp_path
+    return tmp_path
 
 
 def _listing(folder: Path) -> list[tuple[str, int]]:

@@ -1,4 +1,4 @@
-"""Across restarts: baselines are remembered, a kill costs no sample its one fate, and a halt leaves by the front door."""
+"""Across restarts: baselines are remembered, a kill costs no sample its one fate, a halt leaves by the front door."""
 
 from __future__ import annotations
 

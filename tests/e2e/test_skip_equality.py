@@ -16,6 +16,8 @@ from tests.e2e import artifacts, jobs
 
 pytestmark = pytest.mark.megatron
 
+type Pools = dict[tuple[str, str], Pool]
+
 STEPS, SKIPPED = 8, 5
 # The host's own count of what it skipped and of its arithmetic; the same step, counted under another name.
 COUNTERS = ("skipped_train_samples", "num_floating_point_operations_so_far")
@@ -27,18 +29,14 @@ LAYOUTS = {
 OPTIMIZERS = {"adam": (), "muon": ("--optimizer", "muon")}
 
 
-def _run(
-    pools: dict[tuple[str, str], Pool], kind: tuple[str, str], flags: tuple[str, ...], world: int, out: Path
-) -> Any:
+def _run(pools: Pools, kind: tuple[str, str], flags: tuple[str, ...], world: int, out: Path) -> Any:
     base = ("--save", str(out), "--train-iters", str(STEPS), "--hidden-dropout", "0", "--attention-dropout", "0")
     results = pools[kind].run(jobs.train, (*base, *flags), world=world, timeout=180)
     assert [code for code, _ in results] == [0] * world
     return jobs.read_checkpoint(pools[kind], out, STEPS)
 
 
-def _compare(
-    pools: dict[tuple[str, str], Pool], release: str, flags: tuple[str, ...], world: int, tmp_path: Path
-) -> dict[str, Any]:
+def _compare(pools: Pools, release: str, flags: tuple[str, ...], world: int, tmp_path: Path) -> dict[str, Any]:
     stock = _run(
         pools, (release, "stock"), (*flags, "--iterations-to-skip", str(SKIPPED)), world, tmp_path / "passed-over"
     )
@@ -53,14 +51,14 @@ def _compare(
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("layout", ["tp2-pp2", "dp2-distributed-optimizer"])
-def test_dense(pools: dict[tuple[str, str], Pool], tmp_path: Path, layout: str, optimizer: str) -> None:
+def test_dense(pools: Pools, tmp_path: Path, layout: str, optimizer: str) -> None:
     flags, world = LAYOUTS[layout]
     _compare(pools, "0.19.2", (*flags, *OPTIMIZERS[optimizer]), world, tmp_path)
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("layout", ["dp2-distributed-optimizer", "pp2-dp2-distributed-optimizer"])
-def test_mixture_of_experts(pools: dict[tuple[str, str], Pool], tmp_path: Path, layout: str, optimizer: str) -> None:
+def test_mixture_of_experts(pools: Pools, tmp_path: Path, layout: str, optimizer: str) -> None:
     """Megatron refuses MoE with tensor parallelism unless sequence parallelism is on."""
     flags, world = LAYOUTS[layout]
     state = _compare(pools, "0.19.2", (*flags, *jobs.MOE, *OPTIMIZERS[optimizer]), world, tmp_path)
@@ -69,12 +67,12 @@ def test_mixture_of_experts(pools: dict[tuple[str, str], Pool], tmp_path: Path, 
     assert any(bias.count_nonzero() for bias in biases)
 
 
-def test_older_release(pools: dict[tuple[str, str], Pool], tmp_path: Path) -> None:
+def test_older_release(pools: Pools, tmp_path: Path) -> None:
     flags, world = LAYOUTS["tp2-pp2"]
     _compare(pools, "0.18.2", flags, world, tmp_path)
 
 
-def test_a_step_that_is_not_skipped_does_leave_a_trace(pools: dict[tuple[str, str], Pool], tmp_path: Path) -> None:
+def test_a_step_that_is_not_skipped_does_leave_a_trace(pools: Pools, tmp_path: Path) -> None:
     """The comparison can fail: the same run without the skip differs in weights and moments."""
     flags, world = LAYOUTS["dp2-distributed-optimizer"]
     passed_over = (*flags, "--iterations-to-skip", str(SKIPPED))

@@ -6,14 +6,18 @@ in a loss, a gradient norm, or any entry of the checkpoint (weights, moments, sc
 
 from __future__ import annotations
 
+import importlib.util
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from megatron_stability.megatron import seams
+from megatron_stability.megatron.patching import patch_set
 from megatron_stability.records import Decision, StepRecord
-from tests.dist.pool import Pool
+from tests.dist.pool import Context, Pool
 from tests.e2e import artifacts, jobs
 from tests.e2e.conftest import RELEASES
 
@@ -64,7 +68,7 @@ def test_patched_is_stock_to_the_bit(
 ) -> None:
     stock, stock_scalars, _ = _run(pools[release, "stock"], layout, tmp_path / "stock", "off")
     tensors = [name for name, value in stock.items() if isinstance(value, torch.Tensor)]
-    assert len([name for name in tensors if name.startswith("optimizer")]) >= 30
+    assert len([name for name in tensors if name.startswith("optimizer")]) >= 24
     assert any("rng" in name for name in tensors)
     assert any("opt_param_scheduler" in name for name in stock)
     assert len(stock_scalars["lm loss"]) == len(stock_scalars["grad-norm"]) == STEPS
@@ -83,3 +87,42 @@ def _assert_tensor_ranks_agree(weights_by_rank: list[Any]) -> None:
         assert len(first) == len(second) >= 4
         for (name, one), (_, other) in zip(first, second, strict=True):
             assert artifacts.same(one, other), name
+
+
+def train_without_plugin(context: Context, flags: tuple[str, ...]) -> tuple[int, int]:
+    """As `jobs.train` where the seam module found no plugin; the exit code, and how many modules have seams."""
+    from megatron.core import stability
+
+    opened = [module for name, module in sys.modules.items() if name.startswith("megatron.") and _has_seams(module)]
+    assert stability in opened
+    for module in opened:
+        module.seams = None
+    return jobs.train(context, flags)[0], len(opened)
+
+
+def _has_seams(module: Any) -> bool:
+    return vars(module).get("seams") is seams
+
+
+def test_patched_without_the_plugin_is_stock(pools: dict[tuple[str, str], Pool], tmp_path: Path) -> None:
+    """What the patches do where `seams` is None: nothing, although the flags ask for action."""
+    flags = (*jobs.PP2, "--train-iters", "4", "--save")
+    assert pools["0.19.2", "stock"].run(jobs.train, (*flags, str(tmp_path / "stock")), world=2, timeout=120)
+    fault = ("--stability-mode", "act", "--stability-record-dir", str(tmp_path / "record"))
+    ours = (*flags, str(tmp_path / "patched"), *fault)
+    results = pools["0.19.2", "patched"].run(train_without_plugin, ours, world=2, timeout=120)
+    assert results == [(0, 6)] * 2  # the seam module and the five files that ask it
+    states = [jobs.read_checkpoint(pools["0.19.2", "stock"], tmp_path / name, 4) for name in ("stock", "patched")]
+    assert artifacts.differences(*states) == []
+    assert not (tmp_path / "record").exists()
+
+
+@pytest.mark.parametrize("release", RELEASES)
+def test_the_seam_module_finds_the_plugin_or_none(release: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = patch_set.load_patch_set(release).apply("megatron/core/stability.py", None)
+    module: dict[str, Any] = {}
+    exec(text, module)
+    assert module["seams"] is seams
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    exec(text, module)
+    assert module["seams"] is None
