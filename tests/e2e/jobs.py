@@ -20,9 +20,9 @@ from tests.dist.pool import Context, Pool, torch_only
 from tests.e2e import artifacts
 
 MODEL = (
-    *("--num-layers", "4", "--hidden-size", "64", "--num-attention-heads", "4", "--seq-length", "64"),
+    *("--num-layers", "2", "--hidden-size", "64", "--num-attention-heads", "4", "--seq-length", "64"),
     *("--max-position-embeddings", "64", "--position-embedding-type", "rope", "--normalization", "RMSNorm", "--swiglu"),
-    *("--disable-bias-linear", "--micro-batch-size", "1", "--global-batch-size", "4", "--seed", "1234"),
+    *("--disable-bias-linear", "--micro-batch-size", "2", "--global-batch-size", "4", "--seed", "1234"),
     *("--lr", "1e-3", "--min-lr", "1e-4", "--lr-decay-style", "cosine", "--lr-warmup-iters", "2"),
     *("--mock-data", "--vocab-size", "127", "--make-vocab-size-divisible-by", "64", "--num-workers", "0"),
     *("--eval-iters", "0", "--eval-interval", "1000", "--log-interval", "1", "--save-interval", "1000"),
@@ -33,7 +33,7 @@ MOE = (
 )
 TP2 = ("--tensor-model-parallel-size", "2")
 PP2 = ("--pipeline-model-parallel-size", "2")
-VPP2 = (*PP2, "--num-layers-per-virtual-pipeline-stage", "1")
+VPP2 = (*PP2, "--num-layers", "4", "--num-layers-per-virtual-pipeline-stage", "1")
 SHARDED = ("--use-distributed-optimizer",)  # and DP from what the layout leaves
 
 

@@ -21,7 +21,7 @@ STEPS = 4
 ONE_NAME = ("--spec", "megatron_stability")
 TWO_NAMES = ("--spec", "megatron_stability.megatron.layer_specs", "stability_layer_spec")
 # Dense and MoE layers in turn: one ModuleSpec for the block must still give each layer its own kind.
-ALTERNATING = (*jobs.MOE, "--moe-layer-freq", "[0,1,0,1]", *jobs.PP2, "--tied")
+ALTERNATING = (*jobs.MOE, "--num-layers", "4", "--moe-layer-freq", "[0,1,0,1]", *jobs.PP2, "--tied")
 
 
 def run_script(context: Context, argv: tuple[str, ...]) -> None:

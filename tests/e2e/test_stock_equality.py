@@ -72,7 +72,7 @@ def test_patched_is_stock_to_the_bit(
     assert any("rng" in name for name in tensors)
     assert any("opt_param_scheduler" in name for name in stock)
     assert len(stock_scalars["lm loss"]) == len(stock_scalars["grad-norm"]) == STEPS
-    for mode in ("off", "observe"):
+    for mode in ("off", "observe") if release == RELEASES[0] else ("off",):
         state, scalars, seen = _run(pools[release, "patched"], layout, tmp_path / mode, mode)
         assert artifacts.differences(stock, state) == []
         assert {tag: scalars[tag] for tag in stock_scalars} == stock_scalars
