@@ -102,7 +102,7 @@ def model_provider(
         vp_stage=vp_stage,
         pg_collection=pg_collection,
     )
-    drills.hook_gradients(model, args)
+    drills.hook_gradients(model, args, vp_stage)
     return model
 
 
@@ -240,7 +240,7 @@ datasets_provider.is_distributed = True  # type: ignore[attr-defined]  # Megatro
 
 
 def main(
-    model_provider: Callable[..., GPTModel] = model_provider, on_arguments: Callable[[Any], None] | None = None
+    model_provider: Callable[..., torch.nn.Module] = model_provider, on_arguments: Callable[[Any], None] | None = None
 ) -> None:
     """Parse Megatron's command line and train; `sys.argv` holds it.
 

@@ -137,7 +137,10 @@ def _answer(pipe: Any, question: Callable[..., str | None], arguments: tuple[Any
 def rendezvous() -> dict[str, str]:
     """MASTER_ADDR and MASTER_PORT: the environment's, if free, else loopback and a free port."""
     address = os.environ.get("MASTER_ADDR", "127.0.0.1")
-    port = int(os.environ.get("MASTER_PORT", "0"))
+    text = os.environ.get("MASTER_PORT", "0")
+    if not (text.isdecimal() and int(text) < 2**16):
+        raise UsageError(f"MASTER_PORT={text} is not a port; unset it, or give a number below 65536")
+    port = int(text)
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

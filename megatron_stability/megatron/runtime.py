@@ -46,18 +46,23 @@ class Runtime:
         Args:
             config: the validated tree, mode `observe` or `act`.
             args: Megatron's arguments, read at every step (`consumed_train_samples` moves there).
+
+        Attributes:
+            sinks: told of every finished step, on every rank; more may be appended before training begins.
+            model: Megatron's list of model chunks, from `train_begins` on.
+            optimizer: Megatron's optimizer, from `train_begins` on.
         """
         assert config.mode != "off", "mode off installs no runtime"
         self.config = config
         self._args = args
-        self._sinks: list[Sink] = []
+        self.sinks: list[Sink] = []
         self._ledger: Ledger | None = None
         self._reduction: Reduction | None = None
         self._forward_state: optimizer_state.ForwardState | None = None
         self._losses_n2 = _NO_LOSSES
         self._grad_amax: torch.Tensor | None = None
-        self._model: list[Any] = []
-        self._optimizer: Any = None
+        self.model: list[Any] = []
+        self.optimizer: Any = None
         self._step: tuple[StepRecord, Decision] | None = None
         self._incidents = 0
         self._next_sample = self._last_step = 0
@@ -65,7 +70,7 @@ class Runtime:
             observe=self._observe,
             detectors=detect.build(config.detect),
             policy=TablePolicy(config.decide, config.mode),
-            sinks=self._sinks,
+            sinks=self.sinks,
         )
 
     @property
@@ -82,11 +87,11 @@ class Runtime:
         device = torch.device("cuda", torch.cuda.current_device()) if _on_gpu() else torch.device("cpu")
         group = dist.group.WORLD
         install_digest.compare(group, self.config, complaint=self._open_ledger() if dist.get_rank() == 0 else None)
-        self._model, self._optimizer = model, optimizer
+        self.model, self.optimizer = model, optimizer
         self._reduction = Reduction(group, device)
         self._forward_state = optimizer_state.ForwardState(model)
         self._next_sample, self._last_step = args.consumed_train_samples, args.iteration
-        self._sinks.append(MegatronWriters(enabled=self.config.record.tensorboard))
+        self.sinks.append(MegatronWriters(enabled=self.config.record.tensorboard))
         print_rank_last(f"> megatron-stability: mode {self.config.mode}, ledger in {self.ledger_folder()}")
 
     def _open_ledger(self) -> str | None:
@@ -107,7 +112,7 @@ class Runtime:
             )
         except UsageError as error:
             return str(error)
-        self._sinks += [self._ledger, bundles]
+        self.sinks += [self._ledger, bundles]
         return None
 
     def ledger_folder(self) -> Path:
@@ -135,7 +140,7 @@ class Runtime:
 
     def losses_ready(self, losses_reduced: Sequence[dict[str, Any]]) -> None:
         """Keep this rank's micro-batch losses if it is the one that speaks for them, and look at its gradients."""
-        self._grad_amax = optimizer_state.grad_amax(self._model)
+        self._grad_amax = optimizer_state.grad_amax(self.model)
         if losses_reduced and parallel_state.get_tensor_model_parallel_rank() == 0:
             key = "lm loss" if "lm loss" in losses_reduced[0] else next(iter(losses_reduced[0]))
             self._losses_n2 = torch.stack([_sum_and_tokens(losses[key]) for losses in losses_reduced])
@@ -200,7 +205,7 @@ class Runtime:
 
     def _local(self, grad_norm: Any, overflow: bool = False) -> LocalSignals:
         args = self._args
-        groups = self._optimizer.param_groups
+        groups = self.optimizer.param_groups
         return LocalSignals(
             step=args.curr_iteration + 1,
             first_sample=args.consumed_train_samples,
@@ -227,7 +232,7 @@ class Runtime:
         )
         reason = "--iterations-to-skip"
         decision = Decision(step=record.step, action=Action.SKIP, advised=Action.SKIP, reason=reason)
-        for sink in self._sinks:
+        for sink in self.sinks:
             sink.write(record, decision)
         self._next_sample, self._last_step = record.last_sample, record.step
 
