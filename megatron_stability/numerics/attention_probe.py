@@ -97,8 +97,8 @@ class Mask:
 class _Block:
     """Online maximum, softmax and entropy of a block of queries [b, H, rows], fed with one block of keys at a time.
 
-    With m the running maximum of the capped logits x: sum = Σ exp(x - m), dot = Σ exp(x - m)·(x - m), and the entropy is
-    log(sum) - dot/sum. When m grows by d, sum becomes sum·exp(-d) and dot (dot - d·sum)·exp(-d).
+    With m the running maximum of the capped logits x: sum = Σ exp(x - m), dot = Σ exp(x - m)·(x - m), and the entropy
+    is log(sum) - dot/sum. When m grows by d, sum becomes sum·exp(-d) and dot (dot - d·sum)·exp(-d).
     """
 
     def __init__(self, shape: tuple[int, ...], device: torch.device, cap: float | None, entropy: bool) -> None:

@@ -10,11 +10,11 @@ Grouped queries (GQA, MQA): a key head serves the query heads of its group, so i
 
     Γ_g = max γ_h over the group;    W_k,g ← Γ_g^(1-α) W_k,g,    W_q,h ← γ_h / Γ_g^(1-α) W_q,h
 
-The product is γ_h for every head: hot heads land on τ, and one cool head makes Γ_g = 1, so that cool heads never change.
-With one head a group this is the rule above.
+The product is γ_h for every head: hot heads land on τ, and one cool head makes Γ_g = 1, so that cool heads never
+change. With one head a group this is the rule above.
 
-MLA: the rotary part of the key is common to all heads and stays; so the rotary rows of q take γ_h, the others γ_h^α, and
-the non-rotary rows of k γ_h^(1-α). Both parts of the logit are γ_h times what they were.
+MLA: the rotary part of the key is common to all heads and stays; so the rotary rows of q take γ_h, the others γ_h^α,
+and the non-rotary rows of k γ_h^(1-α). Both parts of the logit are γ_h times what they were.
 
 QK-norm makes a logit independent of the projections' norm, so its gains are scaled in their place, LayerNorm's offset
 with its gain. A gain that heads share takes the worst head's factor: w = min γ_h, q's gain w^α and k's w^(1-α). A
@@ -150,7 +150,7 @@ class Piece(NamedTuple):
     zero_centred: bool = False
 
     def apply(self) -> None:
-        """Multiply in place: one fp32 product an element, rounded once to the view's type; allocates next to nothing."""
+        """Multiply in place: one fp32 product an element, rounded once to the view's type; hardly allocates."""
         if self.zero_centred:
             self.view.copy_(self.view.float() + (self.factor - 1) * (1 + self.view.float()))
         else:
