@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from megatron_stability import config as tree
 from megatron_stability.errors import UsageError
 
 if TYPE_CHECKING:
@@ -38,6 +39,10 @@ def _peek(argv: Sequence[str], flags: dict[str, Any]) -> argparse.Namespace:
 def check_layout(argv: Sequence[str], world: int) -> None:
     """The world size must be a multiple of tensor × pipeline × context parallel size.
 
+    Args:
+        argv: Megatron's flags.
+        world: number of ranks.
+
     Raises:
         UsageError: names the flags and the numbers of ranks that would do.
     """
@@ -57,6 +62,9 @@ def check_layout(argv: Sequence[str], world: int) -> None:
 
 def check_files(argv: Sequence[str]) -> None:
     """Data files must be there and whole, output folders writable.
+
+    Args:
+        argv: Megatron's flags.
 
     Raises:
         UsageError: names the flag and the file.
@@ -125,6 +133,7 @@ def complaint_about_arguments(job: Job, world: int, prepared: bool = True) -> st
     os.environ["WORLD_SIZE"] = str(world)
     from megatron.training.arguments import add_megatron_arguments, parse_args, validate_args
 
+    from megatron_stability.megatron import arguments
     from megatron_stability.megatron import pretrain as gpt
 
     parser = gpt.add_arguments(add_megatron_arguments(_Parser(allow_abbrev=False)))
@@ -135,6 +144,9 @@ def complaint_about_arguments(job: Job, world: int, prepared: bool = True) -> st
             args = parse_args(gpt.add_arguments)
             validate_args(args, {"tokenizer_type": "NullTokenizer"})
         gpt.refuse_what_is_not_carried(args)
+        config = tree.load(args.stability_config, vars(args))
+        if config.mode != "off":
+            arguments.refuse_what_cannot_work(config, args)
     except UsageError as error:
         return str(error)
     except (AssertionError, ValueError, RuntimeError, KeyError, TypeError) as error:
