@@ -96,9 +96,7 @@ class LayerMonitor:
         """Who may attend to whom, as the local softmax or TE has it."""
         config = self.layer.module.config
         window = None
-        if is_layer_window_attention(
-            config.window_size, config.window_attn_skip_freq, self.layer.module.layer_number
-        ):
+        if is_layer_window_attention(config.window_size, config.window_attn_skip_freq, self.layer.module.layer_number):
             window = tuple(config.window_size)
         if self._softmax is not None:  # its window stands in for any mask, and a given mask for the causal one
             if window is not None:
