@@ -75,4 +75,5 @@ class CoreAttention(DotProductAttention):
         if v_channels is not None:
             self.hidden_size_per_partition = v_channels * self.num_attention_heads_per_partition
         if cap is not None:
-            self.scale_mask_softmax = SoftcapScaleMaskSoftmax(self.scale_mask_softmax, cap)
+            stock: FusedScaleMaskSoftmax = self.scale_mask_softmax
+            self.scale_mask_softmax: FusedScaleMaskSoftmax = SoftcapScaleMaskSoftmax(stock, cap)

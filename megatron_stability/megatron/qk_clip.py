@@ -5,9 +5,9 @@
     update_done    the clip, if the step updated the weights and a head is hot  after the optimizer
 
 The clip follows Kimi K2: S_max is of the step's own forward, and what is scaled are the weights that came out of it.
-Every rank scales its own copies of a weight (`master_weights`), by factors that follow from the reduced maxima alone, so
-there is no second collective and copies can't drift apart. bf16 copies are scaled as they are: until the next step they
-may lie one rounding from the master's cast, on all data-parallel ranks alike.
+Every rank scales its own copies of a weight (`master_weights`), by factors that follow from the reduced maxima alone,
+so there is no second collective and copies can't drift apart. bf16 copies are scaled as they are: until the next step
+they may lie one rounding from the master's cast, on all data-parallel ranks alike.
 
 All or nothing: a NaN or Inf in any head of any stage withholds the clip everywhere (and the step: `detect.non_finite`);
 everything that can fail happens before the first write, and the writes are multiplications in place by finite factors.

@@ -179,9 +179,9 @@ class Runtime:
             self._next_sample, self._last_step = record.last_sample, record.step
         tables = [hook.update_done(record, decision.updates_weights) for hook in self._weight_hooks]
         self._pipeline.finish(record, decision)
-        for sink in self._sinks:
-            for table in tables if isinstance(sink, weight_hooks.TableSink) else ():
-                if table is not None:
+        for table in filter(None, tables):
+            for sink in self._sinks:
+                if isinstance(sink, weight_hooks.TableSink):
                     sink.write_attention(table)
         if decision.advised is not Action.APPLY or decision.action is not Action.APPLY:
             self._incidents += 1
