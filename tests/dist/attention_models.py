@@ -44,7 +44,7 @@ def config(kind: str, tp: int = 1, pp: int = 1, layers: int = 1, **options: Any)
     return TransformerConfig(**common | sizes | options)
 
 
-def model(config: Any, cap: float | None = None, pre: bool = True, post: bool = True) -> Any:
+def model(config: Any, cap: float | None = None, pre: bool = True, post: bool = True, tied: bool = False) -> Any:
     """A GPTModel with our core attention."""
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
@@ -65,6 +65,7 @@ def model(config: Any, cap: float | None = None, pre: bool = True, post: bool = 
         post_process=post,
         position_embedding_type="rope",
         rotary_percent=0.5,
+        share_embeddings_and_output_weights=tied,
     )
 
 
@@ -103,9 +104,10 @@ def forward(gpt: Any, rows: int = 2, seed: int = 0) -> Any:
 
 def wrapped(gpt: Any, optimizer: str, **options: Any) -> tuple[Any, Any]:
     """Megatron's bf16 or fp32 wrappers and one of its optimizers: fp32, float16, distributed, overlap, muon, dist-muon."""
-    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.distributed import DistributedDataParallelConfig
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
     from megatron.core.transformer.module import Float16Module
+    from megatron.training.training import wrap_model_chunks_with_ddp
 
     bf16 = "fp32" not in optimizer
     distributed = any(word in optimizer for word in ("distributed", "overlap", "dist-"))
@@ -118,7 +120,9 @@ def wrapped(gpt: Any, optimizer: str, **options: Any) -> tuple[Any, Any]:
     ddp_config = DistributedDataParallelConfig(
         use_distributed_optimizer=distributed, overlap_param_gather=overlap, overlap_grad_reduce=overlap
     )
-    ddp = DistributedDataParallel(gpt.config, ddp_config, gpt)
+    (ddp,) = wrap_model_chunks_with_ddp(
+        [gpt], gpt.config, ddp_config, use_layer_wise_distributed_optimizer=muon and distributed
+    )
     settings = {
         "optimizer": "muon" if muon else "adam",
         "lr": 0.0,

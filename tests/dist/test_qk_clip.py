@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import math
 from typing import Any
 
@@ -28,7 +30,8 @@ def _record(context: Context, hook: Any, step: int = 1) -> StepRecord:
         grad_norm=1.0,
         extra=hook.observe(),
     )
-    return Reduction(context.group, torch.device("cpu"), hook.signals)(local)
+    record = Reduction(context.group, torch.device("cpu"), hook.signals)(local)
+    return dataclasses.replace(record, signals=dict(record.signals))  # a read-only mapping can't be pickled
 
 
 def _step(context: Context, hook: Any, forwards: Any, updated: bool = True, step: int = 1) -> tuple[StepRecord, Any]:
@@ -235,7 +238,8 @@ def odd_models(context: Context) -> list[Any]:
     context.megatron()
     config = models.config("gqa", layers=3, mtp_num_layers=1)
     block = get_gpt_decoder_block_spec(config, use_transformer_engine=False)
-    block.layer_specs[1].submodules.self_attention = IdentityOp
+    middle = block.layer_specs[1] = copy.copy(block.layer_specs[1])
+    middle.submodules = dataclasses.replace(middle.submodules, self_attention=IdentityOp)
     gpt = GPTModel(
         config,
         block,
