@@ -40,8 +40,10 @@ def install_runtime(args: Namespace) -> None:
                 "run before a non-finite step can be skipped; the same values are judged at the gate",
                 flush=True,
             )
+    from megatron_stability.megatron import weight_hooks
     from megatron_stability.megatron.runtime import Runtime
 
+    weight_hooks.refuse_what_cannot_work(config, args)
     seams.install(Runtime(config, args))
 
 

@@ -25,7 +25,7 @@ from megatron_stability import detect
 from megatron_stability.config import StabilityConfig
 from megatron_stability.decide.policy import TablePolicy
 from megatron_stability.errors import EXIT_HALTED, UsageError
-from megatron_stability.megatron import install_digest, optimizer_state
+from megatron_stability.megatron import install_digest, optimizer_state, weight_hooks
 from megatron_stability.megatron.sinks import MegatronWriters
 from megatron_stability.observe.reduction import LocalSignals, Reduction
 from megatron_stability.pipeline import Pipeline, Sink
@@ -59,6 +59,7 @@ class Runtime:
         self._ledger: Ledger | None = None
         self._reduction: Reduction | None = None
         self._forward_state: optimizer_state.ForwardState | None = None
+        self._weight_hooks: list[weight_hooks.WeightHook] = []
         self._losses_n2 = _NO_LOSSES
         self._grad_amax: torch.Tensor | None = None
         self.model: list[Any] = []
@@ -86,16 +87,29 @@ class Runtime:
         del opt_param_scheduler
         device = torch.device("cuda", torch.cuda.current_device()) if _on_gpu() else torch.device("cpu")
         group = dist.group.WORLD
-        install_digest.compare(group, self.config, complaint=self._open_ledger() if dist.get_rank() == 0 else None)
         self.model, self.optimizer = model, optimizer
-        self._reduction = Reduction(group, device)
+        install_digest.compare(group, self.config, complaint=self._make_hooks(device) or self._open_ledger())
+        for hook in self._weight_hooks:
+            hook.train_begins()
+        extra = {name: how for hook in self._weight_hooks for name, how in hook.signals.items()}
+        self._reduction = Reduction(group, device, extra)
         self._forward_state = optimizer_state.ForwardState(model)
         self._next_sample, self._last_step = args.consumed_train_samples, args.iteration
         self.sinks.append(MegatronWriters(enabled=self.config.record.tensorboard))
         print_rank_last(f"> megatron-stability: mode {self.config.mode}, ledger in {self.ledger_folder()}")
 
+    def _make_hooks(self, device: torch.device) -> str | None:
+        """The complaint, if this rank has a layer that can't be hooked, is for every rank to raise."""
+        try:
+            self._weight_hooks = weight_hooks.build(self.config, self.model, self.optimizer, device)
+        except UsageError as error:
+            return str(error)
+        return None
+
     def _open_ledger(self) -> str | None:
-        """Open it at the resumed step; the complaint, if it can't be, is for every rank to raise."""
+        """On rank 0, at the resumed step; the complaint, if it can't be, is for every rank to raise."""
+        if dist.get_rank() != 0:
+            return None
         args = self._args
         try:
             self._ledger = Ledger.open(
@@ -136,6 +150,8 @@ class Runtime:
         self._forward_state.keep()
         self._losses_n2 = _NO_LOSSES
         self._step = None
+        for hook in self._weight_hooks:
+            hook.step_begins(self._args.curr_iteration + 1)
         self._note_samples_that_megatron_passed_over()
 
     def losses_ready(self, losses_reduced: Sequence[dict[str, Any]]) -> None:
@@ -146,14 +162,14 @@ class Runtime:
             self._losses_n2 = torch.stack([_sum_and_tokens(losses[key]) for losses in losses_reduced])
 
     def update_allowed(self, optimizer: Any, grad_norm: Any) -> bool:
-        """The gate. Collective: one all-gather."""
+        """The gate. Collective: what the weight hooks reduce, then one all-gather."""
         if optimizer_state.has_no_norm_of_its_own(optimizer):
             grad_norm = optimizer.get_grad_norm()  # collective over the optimizer's own group, as if it clipped
         self._step = self._pipeline.decide(self._local(grad_norm))
         return self._step[1].updates_weights
 
     def update_done(self, update_successful: bool) -> None:
-        """Undo what a withheld step changed, then let baselines learn and the ledger write."""
+        """Undo what a withheld step changed or clip what an applied one made; then baselines learn and sinks write."""
         if self._step is None:  # fp16: the loss scaler rejected the gradient before the gate, on every rank alike
             self._step = self._pipeline.decide(self._local(grad_norm=None, overflow=True))
         record, decision = self._step
@@ -166,7 +182,12 @@ class Runtime:
             self._step = record, decision
         if decision.action is not Action.HALT:  # a halted step is not consumed: a resume reads its samples again
             self._next_sample, self._last_step = record.last_sample, record.step
+        tables = [hook.update_done(record, decision.updates_weights) for hook in self._weight_hooks]
         self._pipeline.finish(record, decision)
+        for table in filter(None, tables):
+            for sink in self.sinks:
+                if isinstance(sink, weight_hooks.TableSink):
+                    sink.write_attention(table)
         if decision.advised is not Action.APPLY or decision.action is not Action.APPLY:
             self._incidents += 1
             print_rank_last(f" stability: step {record.step} {_verb(decision)}: {decision.reason}")
@@ -215,6 +236,7 @@ class Runtime:
             grad_amax=self._grad_amax,
             overflow=overflow,
             learning_rate=float(groups[0]["lr"]) if groups else 0.0,
+            extra={name: value for hook in self._weight_hooks for name, value in hook.observe().items()},
         )
 
     def _note_samples_that_megatron_passed_over(self) -> None:
