@@ -22,6 +22,7 @@ from megatron.training import print_rank_last
 
 import megatron_stability
 from megatron_stability import detect
+from megatron_stability.act.scale import Scale
 from megatron_stability.config import StabilityConfig
 from megatron_stability.decide.policy import TablePolicy
 from megatron_stability.errors import EXIT_HALTED, UsageError
@@ -34,6 +35,7 @@ from megatron_stability.record.ledger import Ledger, RunInfo
 from megatron_stability.records import Action, Decision, StepRecord
 
 STATE_KEY = "megatron_stability"
+SCALED = {Action.SCALE_LR: "lr", Action.SCALE_WEIGHT_DECAY: "weight_decay"}
 _NO_LOSSES = torch.zeros(0, 2)
 
 
@@ -60,6 +62,8 @@ class Runtime:
         self._reduction: Reduction | None = None
         self._forward_state: optimizer_state.ForwardState | None = None
         self._weight_hooks: list[weight_hooks.WeightHook] = []
+        self._scales = {action: Scale() for action in SCALED}
+        self._scaled_groups = optimizer_state.ScaledGroups()
         self._losses_n2 = _NO_LOSSES
         self._grad_amax: torch.Tensor | None = None
         self.model: list[Any] = []
@@ -165,11 +169,17 @@ class Runtime:
         """The gate. Collective: what the weight hooks reduce, then one all-gather."""
         if optimizer_state.has_no_norm_of_its_own(optimizer):
             grad_norm = optimizer.get_grad_norm()  # collective over the optimizer's own group, as if it clipped
-        self._step = self._pipeline.decide(self._local(grad_norm))
-        return self._step[1].updates_weights
+        record, decision = self._step = self._pipeline.decide(self._local(grad_norm))
+        if decision.action in self._scales:
+            factor, steps = decision.parameters["factor"], int(decision.parameters["steps"])
+            self._scales[decision.action].begin(record.step, factor, steps)
+        for action, key in SCALED.items():
+            self._scaled_groups.scale(self.optimizer, key, self._scales[action].at(record.step))
+        return decision.updates_weights
 
     def update_done(self, update_successful: bool) -> None:
         """Undo what a withheld step changed or clip what an applied one made; then baselines learn and sinks write."""
+        self._scaled_groups.restore()
         if self._step is None:  # fp16: the loss scaler rejected the gradient before the gate, on every rank alike
             self._step = self._pipeline.decide(self._local(grad_norm=None, overflow=True))
         record, decision = self._step
@@ -206,7 +216,8 @@ class Runtime:
 
     def add_checkpoint_state(self, state_dict: dict[str, Any]) -> None:
         """One JSON string: equal on all ranks, and nothing that a weights_only load refuses."""
-        state_dict[STATE_KEY] = json.dumps(self._pipeline.state_dict(), allow_nan=False)
+        scales = {action.value: scale.state_dict() for action, scale in self._scales.items()}
+        state_dict[STATE_KEY] = json.dumps(self._pipeline.state_dict() | {"scales": scales}, allow_nan=False)
         if self._ledger is not None:
             self._ledger.flush()
 
@@ -216,7 +227,10 @@ class Runtime:
         if state is None:
             print_rank_last("> megatron-stability: the checkpoint has no detector state; baselines start afresh")
         else:
-            self._pipeline.load_state_dict(json.loads(state))
+            saved = json.loads(state)
+            self._pipeline.load_state_dict(saved)
+            for action, scale in self._scales.items():
+                scale.load_state_dict(saved["scales"][action.value])
 
     # --- inside -----------------------------------------------------------------------------------------------
 
