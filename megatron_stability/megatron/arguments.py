@@ -66,8 +66,8 @@ def refuse_what_cannot_work(config: tree.StabilityConfig, args: Namespace) -> No
     rewinds = config.decide.when_exhausted == "rewind" or any(r.action is Action.REWIND for r in config.decide.rules)
     if config.mode == "act" and rewinds:
         raise UsageError(
-            "--stability-decide-rules asks for a rewind, which this version can't carry out in a running job; use halt, "
-            "or --stability-mode observe to see when it would"
+            "--stability-decide-rules asks for a rewind, which this version can't carry out in a running job; use "
+            "halt, or --stability-mode observe to see when it would"
         )
     if getattr(args, "optimizer_cuda_graph", False):
         raise UsageError(
