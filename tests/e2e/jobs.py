@@ -24,7 +24,8 @@ MODEL = (
     *("--max-position-embeddings", "64", "--position-embedding-type", "rope", "--normalization", "RMSNorm", "--swiglu"),
     *("--disable-bias-linear", "--micro-batch-size", "2", "--global-batch-size", "4", "--seed", "1234"),
     *("--lr", "1e-3", "--min-lr", "1e-4", "--lr-decay-style", "cosine", "--lr-warmup-iters", "2"),
-    *("--mock-data", "--vocab-size", "127", "--make-vocab-size-divisible-by", "64", "--num-workers", "0"),
+    *("--mock-data", "--tokenizer-type", "NullTokenizer", "--vocab-size", "127"),
+    *("--make-vocab-size-divisible-by", "64", "--num-workers", "0"),
     *("--eval-iters", "0", "--eval-interval", "1000", "--log-interval", "1", "--save-interval", "1000"),
 )
 MOE = (
