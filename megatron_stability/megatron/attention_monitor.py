@@ -2,10 +2,11 @@
 
     forward, local attention    the scores that its softmax is given (a hook on that module; no second matmul)
     forward, Transformer Engine `current_max_attn_logits` (TE ≥ 2.9 with --log-max-attention-logit); no entropy
-    probe                       q and k as the core attention gets them, in the step's first micro-batch, by tiles
+    probe                       q and k that the updated weights make of what the layer was given in the step's first
+                                micro-batch (one sequence), by tiles; the layer runs again up to its core attention
 
-Hooks sit on the instances of the model that we were handed. Maxima are over a step's micro-batches; a step's end clears
-them. Evaluation (`module.training` False) counts nowhere.
+Hooks sit on the instances of the model that we were handed. Maxima are over a step's micro-batches; the next step
+forgets them. Evaluation (`module.training` False) counts nowhere.
 """
 
 from __future__ import annotations
@@ -25,6 +26,10 @@ from megatron_stability.numerics.attention_probe import HeadStatistics, Mask, of
 _ABSENT = torch.finfo(torch.float32).min  # below every logit; a MAX reduction is never given an infinity or NaN
 
 
+class _Measured(Exception):  # noqa: N818 - not an error: it ends a layer's forward where the probe has what it wants
+    """Raised by the probe's hook."""
+
+
 class LayerMonitor:
     """One layer's statistics of the step under way, for this rank's heads."""
 
@@ -38,7 +43,10 @@ class LayerMonitor:
         self.active = self.entropy = False
         self._core, self._softmax = core, getattr(core, "scale_mask_softmax", None)
         self._seen: HeadStatistics | None = None
+        self._inputs: dict[str, Any] | None = None
+        self._probing = False
         if measure == "probe":
+            layer.module.register_forward_pre_hook(self._keep, with_kwargs=True)
             core.register_forward_pre_hook(self._probe, with_kwargs=True)
         elif self._softmax is not None:
             self._softmax.register_forward_pre_hook(self._read)
@@ -50,9 +58,31 @@ class LayerMonitor:
 
     def begin(self, active: bool, entropy: bool) -> None:
         """A step begins: forget what was seen, and measure it or not."""
-        self.active, self.entropy, self._seen = active, entropy, None
+        self.active, self.entropy, self._seen, self._inputs = active, entropy, None, None
         if hasattr(self._core, "current_max_attn_logits"):
             self._core.current_max_attn_logits = None
+
+    @torch.no_grad()
+    def probe(self) -> None:
+        """Collective over tensor-parallel ranks: measure with the weights as they are now."""
+        if self._inputs is None:
+            return
+        given, self._inputs, self._probing = self._inputs, None, True
+        try:
+            self.layer.module(**given)
+        except _Measured:
+            return
+        finally:
+            self._probing = False
+
+    def _keep(self, attention: Any, inputs: tuple[Any, ...], options: dict[str, Any]) -> None:
+        """Pre-hook of the self-attention: keep what its first micro-batch gives it, one sequence of it."""
+        if not (self.active and attention.training and self._inputs is None) or self._probing:
+            return
+        given = dict(zip(("hidden_states", "attention_mask"), inputs[:2], strict=False)) | options
+        hidden, mask = given["hidden_states"].detach(), given.get("attention_mask")  # [s, b, h], [b or 1, 1, sq, sk]
+        one = {"hidden_states": hidden[:, :1], "attention_mask": mask if mask is None else mask[:1]}
+        self._inputs = given | one
 
     def statistics(self) -> HeadStatistics | None:
         """What this step's forwards gave, [heads of this rank]; None if there was none."""
@@ -76,8 +106,8 @@ class LayerMonitor:
         self._add(of_scores(scores, self._mask(mask), scale=scale, cap=cap, entropy=self.entropy))
 
     def _probe(self, core: Any, inputs: tuple[Any, ...], options: dict[str, Any]) -> None:
-        """Pre-hook of a core attention: (query, key, value, attention_mask, …), once a step."""
-        if not (self.active and core.training and self._seen is None):
+        """Pre-hook of a core attention: (query, key, value, attention_mask, …); acts while `probe` runs the layer."""
+        if not self._probing:
             return
         names = ("query", "key", "value", "attention_mask", "attn_mask_type", "attention_bias", "packed_seq_params")
         given = dict(zip(names, inputs, strict=False)) | options
@@ -91,10 +121,11 @@ class LayerMonitor:
         packed = given.get("packed_seq_params")
         if packed is None:
             self._add(of_queries_and_keys(query, key, mask, **how))
-            return
-        padded = getattr(packed, "cu_seqlens_q_padded", None)
-        bounds = packed.cu_seqlens_q.tolist(), None if padded is None else padded.tolist()
-        self._add(of_packed(query.flatten(0, -3), key.flatten(0, -3), mask, *bounds, **how))
+        else:
+            padded = getattr(packed, "cu_seqlens_q_padded", None)
+            bounds = packed.cu_seqlens_q.tolist(), None if padded is None else padded.tolist()
+            self._add(of_packed(query.flatten(0, -3), key.flatten(0, -3), mask, *bounds, **how))
+        raise _Measured
 
     def _mask(self, mask: torch.Tensor | None, kind: AttnMaskType | None = None) -> Mask:
         """Who may attend to whom, as the local softmax or TE has it."""
@@ -148,6 +179,11 @@ class AttentionMonitor:
         self._entropy = entropy
         for monitor in self._monitors:
             monitor.begin(active, entropy)
+
+    def probe(self) -> None:
+        """Collective over tensor-parallel ranks: measure every layer with the weights as they are now."""
+        for monitor in self._monitors:
+            monitor.probe()
 
     @torch.no_grad()
     def reduce(self, device: torch.device) -> Maxima:

@@ -4,7 +4,9 @@
     observe        one all-reduce; scalars go into the StepRecord               before the gate
     update_done    the clip, if the step updated the weights and a head is hot  after the optimizer
 
-The clip follows Kimi K2: S_max is of the step's own forward, and what is scaled are the weights that came out of it.
+`measure: forward` follows Kimi K2: S_max is of the step's own forward, and what is scaled are the weights that came out
+of the step; so the next forward shows at most τ and what one update adds. `measure: probe` measures the updated weights
+in update_done, before the clip; what it saw goes into the next step's record.
 Every rank scales its own copies of a weight (`master_weights`), by factors that follow from the reduced maxima alone,
 so there is no second collective and copies can't drift apart. bf16 copies are scaled as they are: until the next step
 they may lie one rounding from the master's cast, on all data-parallel ranks alike.
@@ -59,6 +61,11 @@ def refuse_what_cannot_work(config: StabilityConfig, args: Namespace) -> None:
         raise UsageError(
             "qk_clip.measure probe with --context-parallel-size above 1: a rank has no keys of the other ranks; "
             "use forward"
+        )
+    if config.qk_clip.measure == "probe" and getattr(args, "overlap_param_gather", False):
+        raise UsageError(
+            "qk_clip.measure probe with --overlap-param-gather: after a step the weights of other ranks are not here "
+            "yet; use forward, or drop the flag"
         )
     if not config.qk_clip.enabled:
         return
@@ -135,6 +142,8 @@ class AttentionHook:
         self._clips_lh = torch.zeros(shape, device=device)
         self._gamma_lh = torch.ones(shape, dtype=torch.float64, device=device)
         self._maxima: Maxima | None = None
+        self._found: Mapping[str, torch.Tensor] = {}
+        self._counts: Mapping[str, torch.Tensor] = {}
         self._step = 0
         self._stages: _Stages | None = None
 
@@ -162,8 +171,12 @@ class AttentionHook:
 
     def observe(self) -> Mapping[str, torch.Tensor]:
         """Collective on the steps that are due, which are the same on every rank: one all-reduce over the stage."""
-        if not self._due:
-            return {}
+        if self._config.qk_clip.measure == "probe":
+            found, self._found = self._found, {}
+            return found
+        return self._measure() if self._due else {}
+
+    def _measure(self) -> Mapping[str, torch.Tensor]:
         self._maxima = maxima = self._monitor.reduce(self._device)
         if not self._layers:
             return {}
@@ -181,9 +194,8 @@ class AttentionHook:
             self._gamma_lh = self._clip.gamma(maxima)
             counts["qk_clip/heads"] = self._gamma_lh < 1
             found["qk_clip/min_factor"] = self._gamma_lh.amin()
-        if self._speaks:
-            found |= {name: heads.sum() for name, heads in counts.items()}
-        return found
+        self._counts = {name: heads.sum() for name, heads in counts.items()}
+        return found | (self._counts if self._speaks else {})
 
     def update_done(self, record: StepRecord, updated: bool) -> AttentionTable | None:
         """Clip, if weights were updated, a head is hot and every head is finite; then the table, where one is due.
@@ -195,7 +207,10 @@ class AttentionHook:
         Returns:
             On the steps that are due, collectively, a table of all stages' layers.
         """
-        signals, maxima = record.signals, self._maxima
+        signals = record.signals
+        if self._config.qk_clip.measure == "probe" and self._due and updated:
+            signals = self._probe()
+        maxima = self._maxima
         if maxima is None:
             return None
         may_clip = self._clip is not None and self._config.mode == "act" and updated
@@ -212,6 +227,16 @@ class AttentionHook:
         return self._stages.table(
             self._step, torch.stack([maxima.max_lh, maxima.entropy_lh, factor_lh, self._clips_lh, gain_lh])
         )
+
+    def _probe(self) -> Mapping[str, float]:
+        """Collective over the model-parallel ranks: measure now; the two counts that decide, over all stages."""
+        self._monitor.probe()
+        self._found = self._measure()
+        names = ("attention/nonfinite_heads", "qk_clip/heads")
+        zero = torch.zeros((), dtype=torch.int64, device=self._device)
+        counts = torch.stack([self._counts.get(name, zero) for name in names])
+        dist.all_reduce(counts, group=parallel_state.get_pipeline_model_parallel_group())
+        return dict(zip(names, counts.tolist(), strict=True))
 
 
 def _least(values: torch.Tensor) -> torch.Tensor:

@@ -30,7 +30,7 @@ class QKClip(Section):
     alpha: float = Field(0.5, ge=0, le=1, description="the query's share of the factor's exponent")
     measure: Literal["forward", "probe"] = Field(
         "forward",
-        description="forward: what the attention computes anyway; probe: a pass of our own over the step's first "
-        "micro-batch, for kernels that return nothing",
+        description="forward: what the step's attention computes anyway; probe: a pass of our own with the updated "
+        "weights over one sequence, for kernels that return nothing",
     )
     every: int = Field(1, ge=1, description="steps between two measurements, and so between two clips")

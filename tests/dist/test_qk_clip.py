@@ -303,9 +303,14 @@ def monitor_only(context: Context, measure: str) -> Any:
     hook = AttentionHook(tree, [gpt], None, torch.device("cpu"))
     hook.train_begins()
     kept = [parameter.detach().clone() for parameter in gpt.parameters()]
-    record, table = _step(context, hook, lambda: models.forward(gpt))
+    record, table = _step(context, hook, lambda: models.forward(gpt, rows=1))
     assert all(torch.equal(a, b) for a, b in zip(kept, gpt.parameters(), strict=True))
+    if measure == "probe":  # what it saw after the update is in the next step's record
+        assert not record.signals
+        hook.step_begins(2)
+        record = _record(context, hook)
     assert "qk_clip/heads" not in record.signals
+    assert record.signals["attention/max_logit"] == max(table.max_logit_lh[0])
     return table
 
 
@@ -316,3 +321,31 @@ def test_case_10_a_monitor_without_clipping_collects_and_sees_through_a_cap(mega
         assert probe == pytest.approx(forward, rel=1e-5)
     for forward, probe in zip(tables[0].entropy_lh[0], tables[1].entropy_lh[0], strict=True):
         assert probe == pytest.approx(forward, rel=1e-4)
+
+
+def probed(context: Context, kind: str, tp: int) -> list[float]:
+    """The update itself makes heads hot: twice as large projections, after the forward and before the clip."""
+    context.megatron(tp=tp)
+    gpt = models.model(models.config(kind, tp))
+    models.fill(gpt)
+    hook = models.hook([gpt], tau=3.0, measure="probe")
+    hook.step_begins(1)
+    models.forward(gpt, rows=1)
+    record = _record(context, hook)
+    for name, parameter in gpt.named_parameters():
+        if "linear_qkv" in name or "_up_proj" in name:
+            parameter.data.mul_(2)
+    before = hook.update_done(record, updated=True)
+    hook.step_begins(2)
+    models.forward(gpt, rows=1)
+    after = hook.update_done(_record(context, hook, 2), updated=True)
+    return [max(before.max_logit_lh[0]), max(after.max_logit_lh[0]), min(after.factor_lh[0])]
+
+
+@pytest.mark.parametrize(("kind", "tp"), [("gqa", 1), ("gqa", 4), ("mla", 2)])
+def test_the_probe_sees_the_updated_weights_and_leaves_every_head_at_most_at_tau(
+    megatron_ranks: Pool, kind: str, tp: int
+) -> None:
+    for before, after, _ in megatron_ranks.run(probed, kind, tp, world=tp):
+        assert before > 12.0
+        assert after <= 3.0 * (1 + 1e-3)
