@@ -33,7 +33,12 @@ PREFIX = "--stability"
 class Record(Section):
     """Where the ledger and the incident bundles go."""
 
-    dir: Path | None = Field(None, description="folder of the ledger; default: SAVE/stability, else ./stability")
+    dir: Path | None = Field(
+        None, description="folder of the ledger and incident bundles; default: SAVE/stability, else ./stability"
+    )
+    max_bundles: int = Field(100, ge=0, description="incident bundles kept, the latest; 0: none is written")
+    max_bundle_mb: float = Field(64.0, gt=0, description="MB (1e6 bytes) of one bundle; what exceeds it is left out")
+    bundle_tokens: bool = Field(False, description="put the batch's tokens, which are training text, into bundles")
     tensorboard: bool = Field(True, description="write scalars through Megatron's own writers")
 
 

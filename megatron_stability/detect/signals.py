@@ -15,7 +15,8 @@ SIGNALS: Mapping[str, str] = MappingProxyType(
     {
         "clip_grad": "Megatron's --clip-grad; gradient norm above which a step is clipped",
         "step_seconds": "wall time of the step, maximum over ranks; seconds",
-        "held_out/<set>": "validation loss of one set, on the steps that evaluate; nats a token",
+        "held_out": "number of sets evaluated at this step; present on the steps that evaluate only",
+        "held_out/<set>": "validation loss of one set, beside `held_out`; nats a token",
         "grad_norm/layer_max": "largest L2 gradient norm of one decoder layer, over all stages",
         "grad_norm/layer_median": "median of the decoder layers' L2 gradient norms, over all stages",
         "param_norm": "L2 norm of all parameters",
@@ -30,7 +31,8 @@ SIGNALS: Mapping[str, str] = MappingProxyType(
         "moe/router_z": "mean logsumexp² of the router logits, worst layer",
     }
 )
-HELD_OUT = "held_out/"
+HELD_OUT = "held_out"
+SETS = "held_out/"
 
 
 def silent(detectors: Sequence[Detector], available: Collection[str]) -> dict[str, tuple[str, ...]]:
@@ -43,6 +45,5 @@ def silent(detectors: Sequence[Detector], available: Collection[str]) -> dict[st
     Returns:
         Missing signal names by detector name; empty if every detector has what it reads.
     """
-    names = {"held_out/<set>" if name.startswith(HELD_OUT) else name for name in available}
-    lacking = {d.name: tuple(name for name in d.requires if name not in names) for d in detectors}
+    lacking = {d.name: tuple(name for name in d.requires if name not in available) for d in detectors}
     return {name: missing for name, missing in lacking.items() if missing}

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 from argparse import ArgumentParser, Namespace
 
 from megatron_stability import config as tree
-from megatron_stability.errors import EXIT_UNUSABLE, UsageError
+from megatron_stability.errors import UsageError
 from megatron_stability.megatron import seams
 
 
@@ -20,21 +19,17 @@ def add_arguments(parser: ArgumentParser) -> ArgumentParser:
 def install_runtime(args: Namespace) -> None:
     """Validate the tree against Megatron's arguments and install the runtime; nothing where the mode is `off`.
 
-    Bad input ends the process: rank 0 says one sentence, every rank exits 2.
-
     Args:
         args: Megatron's validated arguments, before anything was built from them. In `act` mode Megatron's own NaN
             checks are turned off here, since they would end the run before the gate could withhold the step.
+
+    Raises:
+        UsageError: the tree is not valid, or it and Megatron's arguments can't both be had.
     """
-    try:
-        config = tree.load(args.stability_config, vars(args))
-        if config.mode == "off":
-            return
-        _refuse_what_cannot_work(config, args)
-    except UsageError as error:
-        if args.rank == 0:
-            print(f"megatron-stability: {error}", file=sys.stderr, flush=True)
-        sys.exit(EXIT_UNUSABLE)
+    config = tree.load(args.stability_config, vars(args))
+    if config.mode == "off":
+        return
+    refuse_what_cannot_work(config, args)
     if config.mode == "act" and args.check_for_nan_in_loss_and_grad:
         args.check_for_nan_in_loss_and_grad = False
         if args.rank == 0:
@@ -48,7 +43,12 @@ def install_runtime(args: Namespace) -> None:
     seams.install(Runtime(config, args))
 
 
-def _refuse_what_cannot_work(config: tree.StabilityConfig, args: Namespace) -> None:
+def refuse_what_cannot_work(config: tree.StabilityConfig, args: Namespace) -> None:
+    """Raise for a pair of flags that would silently do something else.
+
+    Raises:
+        UsageError: names both flags and the way out.
+    """
     if config.mode == "act" and args.fp16:
         raise UsageError(
             "--fp16 with --stability-mode act: the loss scaler moves before a step can be withheld; use --bf16, or "

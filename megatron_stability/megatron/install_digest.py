@@ -25,21 +25,26 @@ def versions() -> dict[str, str]:
     }
 
 
-def compare(group: dist.ProcessGroup | None, config: StabilityConfig) -> None:
+def compare(group: dist.ProcessGroup | None, config: StabilityConfig, complaint: str | None = None) -> None:
     """Collective: stop before the first step where ranks differ in versions, patches or configuration.
 
     Args:
         group: every rank that must agree.
         config: this rank's tree.
+        complaint: why this rank alone can't begin; it stops all, for the others would wait for it for ever.
 
     Raises:
-        UsageError: on every rank alike; names the ranks that differ from rank 0 and in what.
+        UsageError: on every rank alike; names the ranks that differ from rank 0 and in what, or is the complaint.
     """
     mine: dict[str, Any] = versions() | {
         "configuration": hashlib.sha256(json.dumps(config.model_dump(mode="json"), sort_keys=True).encode()).hexdigest()
     }
-    everyone: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(everyone, mine, group=group)
+    answers: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(answers, (mine, complaint), group=group)
+    for _, reason in answers:
+        if reason is not None:
+            raise UsageError(reason)
+    everyone = [theirs for theirs, _ in answers]
     for rank, other in enumerate(everyone):
         if other != everyone[0]:
             names = ", ".join(name for name in mine if other.get(name) != everyone[0].get(name))

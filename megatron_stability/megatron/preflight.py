@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from megatron_stability import config as tree
 from megatron_stability.errors import UsageError
 
 if TYPE_CHECKING:
@@ -125,6 +126,7 @@ def complaint_about_arguments(job: Job, world: int, prepared: bool = True) -> st
     os.environ["WORLD_SIZE"] = str(world)
     from megatron.training.arguments import add_megatron_arguments, parse_args, validate_args
 
+    from megatron_stability.megatron import arguments
     from megatron_stability.megatron import pretrain as gpt
 
     parser = gpt.add_arguments(add_megatron_arguments(_Parser(allow_abbrev=False)))
@@ -135,6 +137,9 @@ def complaint_about_arguments(job: Job, world: int, prepared: bool = True) -> st
             args = parse_args(gpt.add_arguments)
             validate_args(args, {"tokenizer_type": "NullTokenizer"})
         gpt.refuse_what_is_not_carried(args)
+        config = tree.load(args.stability_config, vars(args))
+        if config.mode != "off":
+            arguments.refuse_what_cannot_work(config, args)
     except UsageError as error:
         return str(error)
     except (AssertionError, ValueError, RuntimeError, KeyError, TypeError) as error:

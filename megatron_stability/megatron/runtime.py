@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,7 +24,7 @@ import megatron_stability
 from megatron_stability import detect
 from megatron_stability.config import StabilityConfig
 from megatron_stability.decide.policy import TablePolicy
-from megatron_stability.errors import EXIT_HALTED
+from megatron_stability.errors import EXIT_HALTED, UsageError
 from megatron_stability.megatron import install_digest, optimizer_state
 from megatron_stability.megatron.sinks import MegatronWriters
 from megatron_stability.observe.reduction import LocalSignals, Reduction
@@ -58,13 +59,18 @@ class Runtime:
         self._optimizer: Any = None
         self._step: tuple[StepRecord, Decision] | None = None
         self._incidents = 0
-        self._next_sample = 0
+        self._next_sample = self._last_step = 0
         self._pipeline: Pipeline[LocalSignals] = Pipeline(
             observe=self._observe,
             detectors=detect.build(config.detect),
             policy=TablePolicy(config.decide, config.mode),
             sinks=self._sinks,
         )
+
+    @property
+    def rank(self) -> int:
+        """This process's global rank."""
+        return int(self._args.rank)
 
     # --- life -------------------------------------------------------------------------------------------------
 
@@ -74,21 +80,29 @@ class Runtime:
         del opt_param_scheduler
         device = torch.device("cuda", torch.cuda.current_device()) if _on_gpu() else torch.device("cpu")
         group = dist.group.WORLD
-        install_digest.compare(group, self.config)
+        install_digest.compare(group, self.config, complaint=self._open_ledger() if dist.get_rank() == 0 else None)
         self._model, self._optimizer = model, optimizer
         self._reduction = Reduction(group, device)
         self._forward_state = optimizer_state.ForwardState(model)
-        self._next_sample = args.consumed_train_samples
+        self._next_sample, self._last_step = args.consumed_train_samples, args.iteration
         self._sinks.append(MegatronWriters(enabled=self.config.record.tensorboard))
-        if dist.get_rank() == 0:
+        if self._ledger is not None:
+            self._sinks.append(self._ledger)
+        print_rank_last(f"> megatron-stability: mode {self.config.mode}, ledger in {self.ledger_folder()}")
+
+    def _open_ledger(self) -> str | None:
+        """Open it at the resumed step; the complaint, if it can't be, is for every rank to raise."""
+        args = self._args
+        try:
             self._ledger = Ledger.open(
                 self.ledger_folder(),
                 resume_step=args.iteration,
                 resume_sample=args.consumed_train_samples,
                 run_info=self._run_info(),
             )
-            self._sinks.append(self._ledger)
-        print_rank_last(f"> megatron-stability: mode {self.config.mode}, ledger in {self.ledger_folder()}")
+        except UsageError as error:
+            return str(error)
+        return None
 
     def ledger_folder(self) -> Path:
         """`record.dir`, else SAVE/stability, else ./stability."""
@@ -99,6 +113,7 @@ class Runtime:
     def close(self) -> None:
         """Close the ledger."""
         if self._ledger is not None:
+            self._note_samples_that_megatron_passed_over()
             self._ledger.close()
             self._ledger = None
 
@@ -138,7 +153,8 @@ class Runtime:
             reason = "the loss scaler backed off" if record.overflow else "Megatron itself withheld the update"
             decision = dataclasses.replace(decision, action=Action.SKIP, reason=reason)
             self._step = record, decision
-        self._next_sample = record.last_sample if decision.action is not Action.HALT else record.first_sample
+        if decision.action is not Action.HALT:  # a halted step is not consumed: a resume reads its samples again
+            self._next_sample, self._last_step = record.last_sample, record.step
         self._pipeline.finish(record, decision)
         if decision.advised is not Action.APPLY or decision.action is not Action.APPLY:
             self._incidents += 1
@@ -192,22 +208,22 @@ class Runtime:
 
     def _note_samples_that_megatron_passed_over(self) -> None:
         """`--iterations-to-skip` moves the cursor without a step; those samples get their fate here."""
-        args, first = self._args, self._next_sample
-        if args.consumed_train_samples == first:
+        samples = self._args.consumed_train_samples - self._next_sample
+        if samples == 0:
             return
         record = StepRecord(
-            step=args.curr_iteration,
-            first_sample=first,
-            samples=args.consumed_train_samples - first,
+            step=self._last_step + max(1, samples // get_current_global_batch_size()),
+            first_sample=self._next_sample,
+            samples=samples,
             tokens=0.0,
-            loss=float("nan"),
-            grad_norm=float("nan"),
+            loss=math.nan,
+            grad_norm=math.nan,
         )
         reason = "--iterations-to-skip"
         decision = Decision(step=record.step, action=Action.SKIP, advised=Action.SKIP, reason=reason)
         for sink in self._sinks:
             sink.write(record, decision)
-        self._next_sample = args.consumed_train_samples
+        self._next_sample, self._last_step = record.last_sample, record.step
 
     def _run_info(self) -> RunInfo:
         args = self._args

@@ -8,9 +8,13 @@ Importing this module costs nothing: no torch, no megatron. The calls stand in `
 
 from __future__ import annotations
 
+import contextlib
+import sys
 from argparse import ArgumentParser, Namespace
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
+
+from megatron_stability.errors import UsageError
 
 if TYPE_CHECKING:
     from megatron_stability.megatron.runtime import Runtime
@@ -41,6 +45,17 @@ def installed() -> Runtime | None:
     return _runtime
 
 
+@contextlib.contextmanager
+def _one_sentence(rank: int) -> Iterator[None]:
+    """Bad input ends every rank with code 2, and rank 0 says why: a host script knows nothing of our errors."""
+    try:
+        yield
+    except UsageError as error:
+        if rank == 0:
+            print(f"megatron-stability: {error}", file=sys.stderr, flush=True)
+        sys.exit(error.exit_code)
+
+
 def add_arguments(parser: ArgumentParser) -> ArgumentParser:
     """`training/arguments.py parse_args`: the plugin's flags, unless a caller added them already."""
     from megatron_stability.megatron import arguments
@@ -52,7 +67,8 @@ def arguments_ready(args: Namespace) -> None:
     """`training/arguments.py parse_and_validate_args`, before anything is built: install the runtime asked for."""
     from megatron_stability.megatron import arguments
 
-    arguments.install_runtime(args)
+    with _one_sentence(args.rank):
+        arguments.install_runtime(args)
 
 
 def spec_path(module_path: Sequence[str]) -> tuple[str, str]:
@@ -66,7 +82,8 @@ def spec_path(module_path: Sequence[str]) -> tuple[str, str]:
 def train_begins(model: list[Any], optimizer: Any, opt_param_scheduler: Any) -> None:
     """`training/training.py train`, after the checkpoint was loaded and before the first step. Collective."""
     if _runtime is not None:
-        _runtime.train_begins(model, optimizer, opt_param_scheduler)
+        with _one_sentence(_runtime.rank):
+            _runtime.train_begins(model, optimizer, opt_param_scheduler)
 
 
 def step_begins() -> None:

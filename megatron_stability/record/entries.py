@@ -219,21 +219,22 @@ def step_entry(record: StepRecord, decision: Decision, generation: int) -> StepE
     )
 
 
-def _strict(value: Any) -> Any:
+def strict(value: Any) -> Any:
+    """A value for strict JSON: floats through `encode_float`, texts as valid Unicode, at any depth."""
     if isinstance(value, float):
         return encode_float(value)
     if isinstance(value, str):
         return value.encode(errors="replace").decode()  # a lone surrogate, as in an undecodable path, is not JSON
     if isinstance(value, dict):
-        return {key: _strict(item) for key, item in value.items()}
+        return {strict(key): strict(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_strict(item) for item in value]
+        return [strict(item) for item in value]
     return value
 
 
 def line_of(entry: AnyEntry) -> bytes:
     """An entry's line: compact JSON, a checksum, a line feed."""
-    fields = _strict(entry.model_dump(exclude_defaults=True))
+    fields = strict(entry.model_dump(exclude_defaults=True))
     return _sealed(json.dumps({"kind": entry.kind, **fields}, separators=(",", ":"), allow_nan=False).encode()[:-1])
 
 

@@ -46,10 +46,17 @@ class RunInfo:
 
 
 class Ledger:
-    """The one writer of a folder's ledger; a `pipeline.Sink`. Made by `open`, and closed by `close` or `with`."""
+    """The one writer of a folder's ledger; a `pipeline.Sink`. Made by `open`, and closed by `close` or `with`.
+
+    Its `generation` is the present one; `open` and `rewind` begin a new one.
+
+    Args:
+        path: the ledger's file.
+        lock: an open descriptor that holds the folder's lock; the object owns it from here on.
+        file: an open O_APPEND descriptor of the file; likewise.
+    """
 
     def __init__(self, path: Path, lock: int, file: int) -> None:
-        """Takes over two open descriptors; use `Ledger.open`."""
         self._path, self._lock, self._file, self._size = path, lock, file, 0
         self.generation = 0
         # A forked data-loader worker must neither write here nor hold the lock after its parent was killed.
