@@ -65,9 +65,11 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=2048)
     parser.add_argument("--vocab", type=int, default=32000)
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--threads", type=int, default=1, help="of the CPU; more than are free measure the scheduler")
     options = parser.parse_args()
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": os.environ.get("MASTER_PORT", "29531")}
     dist.init_process_group("nccl" if DEVICE.type == "cuda" else "gloo", rank=0, world_size=1)
+    torch.set_num_threads(options.threads)
     torch.manual_seed(0)
     target = torch.randint(0, options.vocab, (options.tokens, 1), device=DEVICE)
     for dtype in (torch.bfloat16, torch.float32):
