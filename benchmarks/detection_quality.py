@@ -5,8 +5,8 @@
 A fault is found if a rule alerts between its start and its end; its delay is the steps to the first alert there. Alerts
 elsewhere, not within GRACE steps after a fault, are false; those within GAP steps of each other count once. Precision
 is found faults over found faults and false alarms. A rule that alerts often finds a long fault by chance: the recall
-and delay by chance are what it "finds" in the healthy stretch of equal length before each slow burn. Every rule sees every step applied (`observe`), and loss and
-gradient norm alike. The rules:
+and delay by chance are what it "finds" in the healthy stretch of equal length before each slow burn. Every rule sees
+every step applied (`observe`), and loss and gradient norm alike. The rules:
 
     ours           every detector at its defaults, any verdict from WATCH up
     mu + 3 sigma   loss or norm above mean + 3 standard deviations of its last 100 values

@@ -6,7 +6,7 @@ from argparse import ArgumentParser, Namespace
 
 from megatron_stability import config as tree
 from megatron_stability.errors import UsageError
-from megatron_stability.megatron import seams
+from megatron_stability.megatron import apex, seams
 
 
 def add_arguments(parser: ArgumentParser) -> ArgumentParser:
@@ -26,10 +26,12 @@ def install_runtime(args: Namespace) -> None:
     Raises:
         UsageError: the tree is not valid, or it and Megatron's arguments can't both be had.
     """
-    config = tree.load(args.stability_config, vars(args))
+    config = tree.load(overrides=vars(args))
     if config.mode == "off":
         return
     refuse_what_cannot_work(config, args)
+    if args.rank == 0:
+        print(f"> megatron-stability: {apex.line()}", flush=True)
     if config.mode == "act" and args.check_for_nan_in_loss_and_grad:
         args.check_for_nan_in_loss_and_grad = False
         if args.rank == 0:
@@ -45,6 +47,10 @@ def install_runtime(args: Namespace) -> None:
 
 def refuse_what_cannot_work(config: tree.StabilityConfig, args: Namespace) -> None:
     """Raise for a pair of flags that would silently do something else.
+
+    Args:
+        config: the validated tree, mode other than off.
+        args: Megatron's validated arguments.
 
     Raises:
         UsageError: names both flags and the way out.

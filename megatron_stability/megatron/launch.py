@@ -118,7 +118,7 @@ def _options(name: Literal["pretrain", "run"], argv: Sequence[str]) -> tuple[arg
 
 
 def _launch(options: argparse.Namespace, argv: list[str], script: Path | None) -> int:
-    config = tree.load(options.stability_config, vars(options))
+    config = tree.load(overrides=vars(options))
     inside = "RANK" in os.environ
     if inside and options.nproc is not None:
         raise UsageError("--nproc was given under torchrun, which started the ranks already; drop one of the two")

@@ -8,7 +8,7 @@ pretrain_gpt.py` does.
 from __future__ import annotations
 
 from argparse import ArgumentParser
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -54,6 +54,9 @@ def add_arguments(parser: ArgumentParser) -> ArgumentParser:
 
 def refuse_what_is_not_carried(args: Any) -> None:
     """Raise for a flag that would otherwise be ignored.
+
+    Args:
+        args: Megatron's validated arguments.
 
     Raises:
         UsageError: names the flag.
@@ -227,10 +230,19 @@ def datasets_provider(num_samples: Sequence[int], vp_stage: int | None = None) -
 datasets_provider.is_distributed = True  # type: ignore[attr-defined]  # Megatron: every rank calls it
 
 
-def main() -> None:
-    """Parse Megatron's command line and train; `sys.argv` holds it."""
+def main(
+    model_provider: Callable[..., GPTModel] = model_provider, on_arguments: Callable[[Any], None] | None = None
+) -> None:
+    """Parse Megatron's command line and train; `sys.argv` holds it.
+
+    Args:
+        model_provider: builds one stage; benchmarks and tests wrap ours to see the model.
+        on_arguments: called with the validated arguments before anything is built.
+    """
     args = parse_and_validate_args(extra_args_provider=add_arguments, args_defaults={"tokenizer_type": "NullTokenizer"})
     refuse_what_is_not_carried(args)
+    if on_arguments is not None:
+        on_arguments(args)
     pretrain(
         pretrain_cfg_container_from_args(args),
         train_valid_test_dataset_provider=datasets_provider,

@@ -31,13 +31,13 @@ from megatron_stability.record.summary import number, table
 from megatron_stability.records import encode_float
 
 TENSOR, PIPELINE = 2, 2
-STEPS, BATCH = 200, 8
-HARD_BATCHES, NAN_STEP, NAN_RANK = (60, 120), 160, 1
+STEPS, BATCH = 180, 8
+HARD_BATCHES, NAN_STEP, NAN_RANK = (60, 120), 160, 3
 TEXT_BYTES = 4_000_000
 LIMIT_S = 1200  # a run that takes longer is broken
 MODEL = (
-    *("--num-layers", "4", "--hidden-size", "96", "--num-attention-heads", "4", "--seq-length", "96"),
-    *("--max-position-embeddings", "96", "--normalization", "RMSNorm", "--position-embedding-type", "rope"),
+    *("--num-layers", "4", "--hidden-size", "64", "--num-attention-heads", "4", "--seq-length", "64"),
+    *("--max-position-embeddings", "64", "--normalization", "RMSNorm", "--position-embedding-type", "rope"),
     *("--untie-embeddings-and-output-weights", "--disable-bias-linear", "--bf16", "--seed", "1234"),
     *("--attention-dropout", "0", "--hidden-dropout", "0", "--no-create-attention-mask-in-dataloader"),
     *("--micro-batch-size", "4", "--global-batch-size", str(BATCH), "--train-iters", str(STEPS)),

@@ -29,6 +29,7 @@ from megatron_stability.megatron import install_digest, optimizer_state
 from megatron_stability.megatron.sinks import MegatronWriters
 from megatron_stability.observe.reduction import LocalSignals, Reduction
 from megatron_stability.pipeline import Pipeline, Sink
+from megatron_stability.record.bundle import Bundles, Context, plain_args
 from megatron_stability.record.ledger import Ledger, RunInfo
 from megatron_stability.records import Action, Decision, StepRecord
 
@@ -86,8 +87,6 @@ class Runtime:
         self._forward_state = optimizer_state.ForwardState(model)
         self._next_sample, self._last_step = args.consumed_train_samples, args.iteration
         self._sinks.append(MegatronWriters(enabled=self.config.record.tensorboard))
-        if self._ledger is not None:
-            self._sinks.append(self._ledger)
         print_rank_last(f"> megatron-stability: mode {self.config.mode}, ledger in {self.ledger_folder()}")
 
     def _open_ledger(self) -> str | None:
@@ -100,8 +99,15 @@ class Runtime:
                 resume_sample=args.consumed_train_samples,
                 run_info=self._run_info(),
             )
+            bundles = Bundles(
+                self.ledger_folder(),
+                limits=self.config.record,
+                context=self._bundle_context(),
+                generation=lambda: self._ledger.generation if self._ledger is not None else 0,
+            )
         except UsageError as error:
             return str(error)
+        self._sinks += [self._ledger, bundles]
         return None
 
     def ledger_folder(self) -> Path:
@@ -224,6 +230,15 @@ class Runtime:
         for sink in self._sinks:
             sink.write(record, decision)
         self._next_sample, self._last_step = record.last_sample, record.step
+
+    def _bundle_context(self) -> Context:
+        info = self._run_info()
+        return Context(
+            versions=dict(info.versions),
+            layout=dict(info.layout),
+            args=plain_args(vars(self._args)),
+            patch_digest=info.versions["patches"],
+        )
 
     def _run_info(self) -> RunInfo:
         args = self._args

@@ -75,7 +75,7 @@ class Bundles:
         limits: `max_bundles` and `max_bundle_mb`.
         context: versions, layout, arguments, patch digest.
         generation: the ledger's present generation.
-        tensors: called at an incident, for named tensors on any device; the caller asks `bundle_tokens`.
+        tensors: called at an incident, for named tensors on any device.
 
     Raises:
         UsageError: the folder can't be written.

@@ -80,7 +80,7 @@ def _device_rows() -> Iterator[Row]:
         ("is_available", True), ("is_initialized", True), ("device_count", 1), ("current_device", 0),
         ("set_device", None), ("_exchange_device", 0), ("_maybe_exchange_device", 0), ("synchronize", None),
         ("is_current_stream_capturing", False), ("set_stream", None), ("ipc_collect", None),
-        ("_is_in_bad_fork", False),  # else torch.manual_seed would leave the device's generator alone in a forked process
+        ("_is_in_bad_fork", False),  # else torch.manual_seed skips the device in a forked process
     ):  # fmt: skip
         for owner in (cuda, cuda.random):  # torch.cuda.random has names of its own for some of them
             if name in vars(owner):
