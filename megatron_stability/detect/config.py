@@ -228,6 +228,7 @@ class Detect(Section):
     embedding_growth: Growth = Growth()
     attention_logits: Limits = Limits(watch=100, medium=1000)
     attention_logit_growth: Trend = Trend(rise=0.4, block=10)
+    attention_dead_heads: Limits = Limits(watch=0)
     attention_entropy: Limits = Limits(small=0.05, persistence=3)
     fp8_saturation: Limits = Limits(small=1e-3, medium=1e-2, persistence=2)
     fp8_underflow: Limits = Limits(watch=0.1, small=0.5, persistence=2)

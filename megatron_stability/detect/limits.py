@@ -105,6 +105,14 @@ class AttentionLogits(Limit):
     requires = ("attention/max_logit",)
 
 
+class AttentionDeadHeads(Limit):
+    """Heads whose largest logit over a whole batch is not positive: a projection is zero, or a measurement is wrong."""
+
+    name = "attention_dead_heads"
+    what = "heads without a positive attention logit"
+    requires = ("attention/nonpositive_heads",)
+
+
 class AttentionEntropy(Limit):
     """Attention entropy of a head towards 0: it looks at one token only."""
 

@@ -1,8 +1,8 @@
 """Initial standard deviations: the rules, and a table of measured against expected.
 
-    word embedding               d_model^-½     so that a token's vector has norm 1
-    residual output projections  σ/sqrt(2L)     so that the residual stream's variance does not grow with depth
-    query and key rows           d_model^-½     for unit-RMS input: logit variance about 1 after the 1/sqrt(d_k) scale
+word embedding               d_model^-½     so that a token's vector has norm 1
+residual output projections  σ/sqrt(2L)     so that the residual stream's variance does not grow with depth
+query and key rows           d_model^-½     for unit-RMS input: logit variance about 1 after the 1/sqrt(d_k) scale
 """
 
 from __future__ import annotations
