@@ -48,8 +48,7 @@ class SoftcapScaleMaskSoftmax(FusedScaleMaskSoftmax):
     ) -> torch.Tensor:
         """Probabilities [b, n, sq, sk] of scores [b, n, sq, sk]; `mask` is True where attention is forbidden.
 
-        Always in fp32: bf16 holds a capped logit of 50 in steps of 0.25. The fused CUDA kernels take bf16 and so are not
-        used.
+        Always in fp32: bf16 holds a capped logit of 50 in steps of 0.25. So Megatron's fused bf16 kernels are not used.
         """
         return masked_softmax(
             input, mask=self._mask(input, mask), cap=self.cap, scale=self.logit_scale, softmax_offset=softmax_offset
@@ -90,4 +89,4 @@ class CoreAttention(DotProductAttention):
         if v_channels is not None:
             self.hidden_size_per_partition = v_channels * self.num_attention_heads_per_partition
         if cap is not None:
-            self.scale_mask_softmax = SoftcapScaleMaskSoftmax(self.scale_mask_softmax, cap)
+            self.scale_mask_softmax = SoftcapScaleMaskSoftmax(self.scale_mask_softmax, cap)  # type: ignore[has-type]

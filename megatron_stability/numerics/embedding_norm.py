@@ -33,7 +33,7 @@ def square_sums(flat: Tensor, start: int, rows: int, width: int) -> Tensor:
 
 
 def factors(square_sums: Tensor, radius: float) -> Tensor:
-    """min(1, radius/‖row‖) of each row, [rows] fp32; 1 for a row that is not finite, which is not this clip's to judge."""
+    """min(1, radius/‖row‖) of each row, [rows] fp32; 1 for a row that is not finite, which is for others to judge."""
     scale = radius * torch.rsqrt(square_sums)
     return torch.where(torch.isfinite(square_sums) & (scale < 1.0), scale, 1.0)
 

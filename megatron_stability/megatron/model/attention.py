@@ -55,8 +55,8 @@ class FlexAttention(DotProductAttention):
         self.cap = cap
         if self.attention_dropout.p > 0:
             raise UsageError(
-                "--stability-model-attention-softcap-kernel flex with --attention-dropout above 0: FlexAttention has no "
-                "dropout; use --attention-dropout 0 or the kernel `dense`"
+                "--stability-model-attention-softcap-kernel flex with --attention-dropout above 0: FlexAttention has "
+                "no dropout; use --attention-dropout 0 or the kernel `dense`"
             )
         if self.config.softmax_type != "vanilla":
             raise UsageError(
@@ -153,7 +153,7 @@ def transformer_engine_attention(stock: Any = None) -> Any:
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, softcap=self._softcap_asked_for, **kwargs)
 
-    class SoftcapTEDotProductAttention(stock, Engine):  # type: ignore[misc, valid-type]
+    class SoftcapTEDotProductAttention(stock, Engine):
         def __init__(self, *args: Any, softcap: float, **kwargs: Any) -> None:
             object.__setattr__(self, "_softcap_asked_for", softcap)  # Module.__init__ has not run yet
             super().__init__(*args, **kwargs)
