@@ -103,9 +103,7 @@ class AttentionTable:
 
     step: int
     layers: tuple[str, ...]  # paths in the model, 0-based numbers, e.g. "decoder.layers.7"
-    max_logit_lh: tuple[
-        tuple[float, ...], ...
-    ]  # before softcap and mask, over micro-batches and ranks; inf: not finite
+    max_logit_lh: tuple[tuple[float, ...], ...]  # before softcap, over micro-batches and ranks; inf: not finite
     entropy_lh: tuple[tuple[float, ...], ...]  # nats, mean over queries, least over data-parallel ranks
     factor_lh: tuple[tuple[float, ...], ...]  # γ of this step's clip, 1 where none was made
     clips_lh: tuple[tuple[float, ...], ...]  # clips since the process began

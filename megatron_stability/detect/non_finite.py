@@ -1,4 +1,4 @@
-"""NaN or Inf in a loss, gradient or attention logit, and steps without a valid token: judged before anything is compared."""
+"""NaN or Inf in a loss, gradient or attention logit, and steps without a valid token: before anything is compared."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The self-attention layers of a model: where they are, how their heads are cut, and which parameters QK-clip scales."""
+"""The self-attention layers of a model: where they are, how their heads are cut, and what QK-clip scales in them."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class AttentionLayer:
 
     @property
     def norms(self) -> tuple[Any, Any]:
-        """QK-norm of q and of k, None where there is none; MLA's norms stand before the up-projection and don't count."""
+        """QK-norm of q and of k, None where there is none; MLA's stand before the up-projection and don't count."""
         if isinstance(self.module, MLASelfAttention):
             return None, None
         return _gained(self.module.q_layernorm), _gained(self.module.k_layernorm)
@@ -87,7 +87,7 @@ class AttentionLayer:
 
     @property
     def frozen(self) -> bool:
-        """Whether a clip would write to a parameter that is not trained: then none is made, since half of one is wrong."""
+        """Whether a clip would write to an untrained parameter: then none is made, since half of one is wrong."""
         scaled = self.scaled(torch.ones(self.heads), 0.5)
         return not all(one.parameter.requires_grad for one in scaled)
 

@@ -83,7 +83,11 @@ class LayerMonitor:
         given = dict(zip(names, inputs, strict=False)) | options
         query, key = given["query"].detach(), given["key"].detach()
         mask = self._mask(given.get("attention_mask"), given.get("attn_mask_type"))
-        how = {"scale": self.layer.softmax_scale, "entropy": self.entropy, "cap": getattr(self._softmax, "cap", None)}
+        how: dict[str, Any] = {
+            "scale": self.layer.softmax_scale,
+            "entropy": self.entropy,
+            "cap": getattr(self._softmax, "cap", None),
+        }
         packed = given.get("packed_seq_params")
         if packed is None:
             self._add(of_queries_and_keys(query, key, mask, **how))

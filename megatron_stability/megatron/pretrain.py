@@ -47,6 +47,10 @@ NOT_CARRIED = (
 )
 
 
+# `stability_own_model`: MTP layers come from our spec here, which an unmodified pretrain_gpt.py takes from Megatron's.
+DEFAULTS = {"tokenizer_type": "NullTokenizer", "spec": ["megatron_stability"], "stability_own_model": True}
+
+
 def add_arguments(parser: ArgumentParser) -> ArgumentParser:
     """The plugin's flags and the drill's, for Megatron's `extra_args_provider`."""
     return drills.add_arguments(arguments.add_arguments(parser))
@@ -239,7 +243,7 @@ def main(
         model_provider: builds one stage; benchmarks and tests wrap ours to see the model.
         on_arguments: called with the validated arguments before anything is built.
     """
-    args = parse_and_validate_args(extra_args_provider=add_arguments, args_defaults={"tokenizer_type": "NullTokenizer"})
+    args = parse_and_validate_args(extra_args_provider=add_arguments, args_defaults=DEFAULTS)
     refuse_what_is_not_carried(args)
     if on_arguments is not None:
         on_arguments(args)

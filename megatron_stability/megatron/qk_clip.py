@@ -5,9 +5,9 @@
     update_done    the clip, if the step updated the weights and a head is hot  after the optimizer
 
 The clip follows Kimi K2: S_max is of the step's own forward, and what is scaled are the weights that came out of it.
-Every rank scales its own copies of a weight (`master_weights`), by factors that follow from the reduced maxima alone, so
-there is no second collective and copies can't drift apart. bf16 copies are scaled as they are: until the next step they
-may lie one rounding from the master's cast, on all data-parallel ranks alike.
+Every rank scales its own copies of a weight (`master_weights`), by factors that follow from the reduced maxima alone,
+so there is no second collective and copies can't drift apart. bf16 copies are scaled as they are: until the next step
+they may lie one rounding from the master's cast, on all data-parallel ranks alike.
 
 All or nothing: a NaN or Inf in any head of any stage withholds the clip everywhere (and the step: `detect.non_finite`);
 everything that can fail happens before the first write, and the writes are multiplications in place by finite factors.
@@ -111,14 +111,17 @@ class Clip:
 class AttentionHook:
     """The runtime's weight hook for attention; see the module."""
 
-    def __init__(self, config: StabilityConfig, model: list[Any], optimizer: Any, device: torch.device) -> None:
-        """Collective: pipeline stages agree on the shape of the tables that they exchange.
+    def __init__(self, config: StabilityConfig, model: Sequence[Any], optimizer: Any, device: torch.device) -> None:
+        """Finds the layers and installs the hooks.
 
         Args:
             config: the validated tree, with qk_clip or observe.attention enabled.
             model: Megatron's list of model chunks.
             optimizer: Megatron's optimizer.
             device: where the collective's backend wants its tensors.
+
+        Raises:
+            UsageError: a layer can't be measured or clipped; names it.
         """
         self._config, self._device = config, device
         self._layers = attention_layers.find(model)
@@ -133,7 +136,11 @@ class AttentionHook:
         self._gamma_lh = torch.ones(shape, dtype=torch.float64, device=device)
         self._maxima: Maxima | None = None
         self._step = 0
-        self._stages = _Stages(self._layers, self._monitor.heads, device)
+        self._stages: _Stages | None = None
+
+    def train_begins(self) -> None:
+        """Collective: pipeline stages agree on the shape of the tables that they exchange."""
+        self._stages = _Stages(self._layers, self._monitor.heads, self._device)
 
     @property
     def signals(self) -> Mapping[str, Combine]:
@@ -200,6 +207,7 @@ class AttentionHook:
         if not self._table_due:
             return None
         factor_lh = self._gamma_lh.float() if clips else torch.ones_like(self._clips_lh)
+        assert self._stages is not None, "train_begins was not called"
         gain_lh = maxima.gain_l[:, None].expand_as(self._clips_lh)
         return self._stages.table(
             self._step, torch.stack([maxima.max_lh, maxima.entropy_lh, factor_lh, self._clips_lh, gain_lh])

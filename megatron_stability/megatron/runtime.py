@@ -11,6 +11,7 @@ import json
 import math
 from argparse import Namespace
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.num_microbatches_calculator import get_current_global_batch_size
+from megatron.core.utils import get_model_config
 from megatron.training import print_rank_last
 
 import megatron_stability
@@ -25,7 +27,9 @@ from megatron_stability import detect
 from megatron_stability.config import StabilityConfig
 from megatron_stability.decide.policy import TablePolicy
 from megatron_stability.errors import EXIT_HALTED, UsageError
-from megatron_stability.megatron import install_digest, optimizer_state
+from megatron_stability.megatron import install_digest, optimizer_state, weight_hooks
+from megatron_stability.megatron.model import init
+from megatron_stability.megatron.model.loss import HeadLoss, LogZHook, real_vocab_size
 from megatron_stability.megatron.sinks import MegatronWriters
 from megatron_stability.observe.reduction import LocalSignals, Reduction
 from megatron_stability.pipeline import Pipeline, Sink
@@ -54,6 +58,8 @@ class Runtime:
         self._ledger: Ledger | None = None
         self._reduction: Reduction | None = None
         self._forward_state: optimizer_state.ForwardState | None = None
+        self._weight_hooks: list[weight_hooks.WeightHook] = []
+        self._log_z: LogZHook | None = None
         self._losses_n2 = _NO_LOSSES
         self._grad_amax: torch.Tensor | None = None
         self._model: list[Any] = []
@@ -73,6 +79,21 @@ class Runtime:
         """This process's global rank."""
         return int(self._args.rank)
 
+    @cached_property
+    def head_loss(self) -> HeadLoss:
+        """The loss of the language-model head, where a setting changes it."""
+        return HeadLoss(self.config.model, real_vocab_size(self._args.padded_vocab_size))
+
+    def language_model_loss(self, module: Any, labels: torch.Tensor, logits: torch.Tensor) -> torch.Tensor | None:
+        """Per-token loss [b, s] with the final softcap and the z-loss; None where Megatron's own is wanted."""
+        if not self.config.model.changes_loss:
+            return None
+        return self.head_loss(labels, logits, module.pg_collection.tp)
+
+    def final_logits(self, logits: torch.Tensor) -> torch.Tensor:
+        """Logits that go to no loss, capped."""
+        return logits if self.config.model.final_softcap is None else self.head_loss.capped(logits)
+
     # --- life -------------------------------------------------------------------------------------------------
 
     def train_begins(self, model: list[Any], optimizer: Any, opt_param_scheduler: Any) -> None:
@@ -81,16 +102,42 @@ class Runtime:
         del opt_param_scheduler
         device = torch.device("cuda", torch.cuda.current_device()) if _on_gpu() else torch.device("cpu")
         group = dist.group.WORLD
-        install_digest.compare(group, self.config, complaint=self._open_ledger() if dist.get_rank() == 0 else None)
         self._model, self._optimizer = model, optimizer
-        self._reduction = Reduction(group, device)
+        install_digest.compare(group, self.config, complaint=self._make_hooks(device) or self._open_ledger())
+        for hook in self._weight_hooks:
+            hook.train_begins()
+        extra = {name: how for hook in self._weight_hooks for name, how in hook.signals.items()}
+        self._reduction = Reduction(group, device, extra)
         self._forward_state = optimizer_state.ForwardState(model)
         self._next_sample, self._last_step = args.consumed_train_samples, args.iteration
         self._sinks.append(MegatronWriters(enabled=self.config.record.tensorboard))
         print_rank_last(f"> megatron-stability: mode {self.config.mode}, ledger in {self.ledger_folder()}")
 
+    def _make_hooks(self, device: torch.device) -> str | None:
+        """The complaint, if this rank has a layer that can't be hooked, is for every rank to raise."""
+        model = self.config.model
+        try:
+            self._weight_hooks = weight_hooks.build(self.config, self._model, self._optimizer, device)
+            if model.changes_loss:
+                speaks = parallel_state.get_tensor_model_parallel_rank() == 0
+                self._log_z = LogZHook(self.head_loss, model.z_loss, speaks)
+                self._weight_hooks.append(self._log_z)
+            self._report_initial_deviations()
+        except UsageError as error:
+            return str(error)
+        return None
+
+    def _report_initial_deviations(self) -> None:
+        """A table from one rank of each pipeline stage, before the first step of a new run."""
+        ranks = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_data_parallel_rank()
+        if self.config.model.init.report and self._args.iteration == 0 and ranks == (0, 0):
+            table = init.report(self._model, get_model_config(self._model[0]), self.config.model)
+            print(f"> megatron-stability: standard deviations, rank {self.rank}\n{table}", flush=True)
+
     def _open_ledger(self) -> str | None:
-        """Open it at the resumed step; the complaint, if it can't be, is for every rank to raise."""
+        """On rank 0, at the resumed step; the complaint, if it can't be, is for every rank to raise."""
+        if dist.get_rank() != 0:
+            return None
         args = self._args
         try:
             self._ledger = Ledger.open(
@@ -131,6 +178,8 @@ class Runtime:
         self._forward_state.keep()
         self._losses_n2 = _NO_LOSSES
         self._step = None
+        for hook in self._weight_hooks:
+            hook.step_begins(self._args.curr_iteration + 1)
         self._note_samples_that_megatron_passed_over()
 
     def losses_ready(self, losses_reduced: Sequence[dict[str, Any]]) -> None:
@@ -141,14 +190,14 @@ class Runtime:
             self._losses_n2 = torch.stack([_sum_and_tokens(losses[key]) for losses in losses_reduced])
 
     def update_allowed(self, optimizer: Any, grad_norm: Any) -> bool:
-        """The gate. Collective: one all-gather."""
+        """The gate. Collective: what the weight hooks reduce, then one all-gather."""
         if optimizer_state.has_no_norm_of_its_own(optimizer):
             grad_norm = optimizer.get_grad_norm()  # collective over the optimizer's own group, as if it clipped
         self._step = self._pipeline.decide(self._local(grad_norm))
         return self._step[1].updates_weights
 
     def update_done(self, update_successful: bool) -> None:
-        """Undo what a withheld step changed, then let baselines learn and the ledger write."""
+        """Undo what a withheld step changed or clip what an applied one made; then baselines learn and sinks write."""
         if self._step is None:  # fp16: the loss scaler rejected the gradient before the gate, on every rank alike
             self._step = self._pipeline.decide(self._local(grad_norm=None, overflow=True))
         record, decision = self._step
@@ -161,7 +210,12 @@ class Runtime:
             self._step = record, decision
         if decision.action is not Action.HALT:  # a halted step is not consumed: a resume reads its samples again
             self._next_sample, self._last_step = record.last_sample, record.step
+        tables = [hook.update_done(record, decision.updates_weights) for hook in self._weight_hooks]
         self._pipeline.finish(record, decision)
+        for table in filter(None, tables):
+            for sink in self._sinks:
+                if isinstance(sink, weight_hooks.TableSink):
+                    sink.write_attention(table)
         if decision.advised is not Action.APPLY or decision.action is not Action.APPLY:
             self._incidents += 1
             print_rank_last(f" stability: step {record.step} {_verb(decision)}: {decision.reason}")
@@ -174,7 +228,10 @@ class Runtime:
 
     def log_string(self) -> str:
         """Fields for Megatron's log line."""
-        return f" stability incidents: {self._incidents:3d} |"
+        incidents = f" stability incidents: {self._incidents:3d} |"
+        if self._log_z is None or self._step is None:
+            return incidents
+        return incidents + self._log_z.log_string(self._step[0].signals)
 
     # --- checkpoint -------------------------------------------------------------------------------------------
 
@@ -210,6 +267,7 @@ class Runtime:
             grad_amax=self._grad_amax,
             overflow=overflow,
             learning_rate=float(groups[0]["lr"]) if groups else 0.0,
+            extra={name: value for hook in self._weight_hooks for name, value in hook.observe().items()},
         )
 
     def _note_samples_that_megatron_passed_over(self) -> None:

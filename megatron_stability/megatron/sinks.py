@@ -33,7 +33,7 @@ class MegatronWriters:
         """A curve a layer: its hottest head, its least entropy, its clips so far, its largest QK-norm gain."""
         if not self._enabled:
             return
-        scalars = {}
+        scalars: dict[str, float] = {}
         for at, layer in enumerate(table.layers):
             largest = [value for value in table.max_logit_lh[at] if not math.isnan(value)]
             entropies = [value for value in table.entropy_lh[at] if not math.isnan(value)]

@@ -8,7 +8,7 @@ float64 keeps step, token and sample counts exact up to 2^53.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Literal
@@ -141,10 +141,11 @@ def combine(rows: Sequence[Sequence[float]], extra: Mapping[str, Combine] = Mapp
 
 def _signals(rows: Sequence[Sequence[float]], extra: Mapping[str, Combine]) -> Mapping[str, float]:
     signals = {}
+    ways: Mapping[Combine, Callable[[list[float]], float]] = {"max": max, "min": min, "sum": math.fsum}
     for at, (name, how) in enumerate(extra.items(), len(COLUMNS)):
         values = [row[at] for row in rows if not math.isnan(row[at])]
         if values:
-            signals[name] = {"max": max, "min": min, "sum": sum}[how](values)
+            signals[name] = ways[how](values)
     return MappingProxyType(signals)
 
 
