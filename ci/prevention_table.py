@@ -96,7 +96,9 @@ def cell(feature: str, layout: str) -> str:
 def table() -> str:
     """Markdown."""
     lines = ["| | " + " | ".join(LAYOUTS) + " |", "|---|" + "---|" * len(LAYOUTS)]
-    lines += [f"| {feature} | " + " | ".join(cell(feature, layout) for layout in LAYOUTS) + " |" for feature in FEATURES]
+    lines += [
+        f"| {feature} | " + " | ".join(cell(feature, layout) for layout in LAYOUTS) + " |" for feature in FEATURES
+    ]
     return "\n".join(lines)
 
 

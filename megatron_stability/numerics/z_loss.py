@@ -101,27 +101,28 @@ class _Loss(torch.autograd.Function):
         first = 0 if group is None else dist.get_rank(group) * local_rows
         real = min(max(settings.vocab_size - first, 0), local_rows)
         flat, owned = logits.reshape(-1, local_rows), target.reshape(-1) - first
-        columns = 3 if settings.smoothing else 2
-        mine = torch.empty(columns, flat.shape[0], dtype=torch.float32, device=logits.device)
-        mine[0], mine[1] = -math.inf, -math.inf
-        mine[2:] = 0.0
+        columns = 4 if settings.smoothing else 3
+        mine = torch.zeros(columns, flat.shape[0], dtype=torch.float32, device=logits.device)
+        mine[0], mine[2] = -math.inf, -math.inf
         if real:
             for rows in _blocks(flat):
                 _measure(flat[rows, :real], owned[rows], settings, mine[:, rows])
-        log_z, picked, mean = _combine(mine, group, settings)
-        loss = log_z - picked
+        largest, total, picked, mean = _combine(mine, group, settings)
+        log_total = total.log()
+        loss = log_total - (picked - largest)  # not log-Z less the logit: a small loss of large logits would be noise
         if settings.smoothing:
-            loss = (1.0 - settings.smoothing) * loss + settings.smoothing * (log_z - mean)
+            loss = (1.0 - settings.smoothing) * loss + settings.smoothing * (log_total - (mean - largest))
         ignored = target.reshape(-1) < 0
         loss = loss.masked_fill(ignored, 0.0)
-        ctx.save_for_backward(logits, target, log_z)
+        ctx.save_for_backward(logits, target, largest, total)
         ctx.settings, ctx.stats, ctx.overwrite = settings, stats, overwrite
         ctx.first, ctx.real = first, real
         return loss.view(target.shape)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None, None, None]:
-        logits, target, log_z = ctx.saved_tensors
+        logits, target, largest, total = ctx.saved_tensors
+        log_z = largest + total.log()
         weight = gradients[0].reshape(-1).float().masked_fill(target.reshape(-1) < 0, 0.0)
         if ctx.stats is not None:
             ctx.stats.add(log_z, weight)
@@ -131,8 +132,9 @@ class _Loss(torch.autograd.Function):
         owned = target.reshape(-1) - ctx.first
         for rows in _blocks(flat):
             if ctx.real:
-                block = _gradient(flat[rows, : ctx.real], owned[rows], ctx.settings, log_z[rows], weight[rows])
-                flat_out[rows, : ctx.real] = block
+                flat_out[rows, : ctx.real] = _gradient(
+                    flat[rows, : ctx.real], owned[rows], ctx.settings, largest[rows], total[rows], weight[rows]
+                )
             flat_out[rows, ctx.real :] = 0.0
         return out, None, None, None, None, None
 
@@ -145,17 +147,20 @@ def _blocks(flat: Tensor) -> list[slice]:
 
 
 def _measure(block: Tensor, owned: Tensor, settings: LossSettings, out: Tensor) -> None:
-    """Writes logsumexp, the target's logit where this rank owns it, and (smoothing) the sum of the logits."""
+    """Writes max y, Σexp(y - max), the target's logit where this rank owns it, and (smoothing) Σy."""
     y = _capped(block, settings.cap)
     here = (owned >= 0) & (owned < y.shape[-1])
     picked = y.gather(-1, owned.clamp(0, y.shape[-1] - 1).unsqueeze(-1)).squeeze(-1)
-    out[1] = picked.masked_fill(~here, -math.inf)
+    out[2] = picked.masked_fill(~here, -math.inf)
     if settings.smoothing:
-        out[2] = y.sum(-1)
-    largest = y.amax(-1)
-    # y is ours where it is a copy; fp32 logits without a cap are the caller's
-    y = y.sub_(largest.unsqueeze(-1)) if y.data_ptr() != block.data_ptr() else y - largest.unsqueeze(-1)
-    out[0] = y.exp_().sum(-1).log_().add_(largest)
+        out[3] = y.sum(-1)
+    out[0] = y.amax(-1)
+    out[1] = _shifted(y, out[0], block).exp_().sum(-1)
+
+
+def _shifted(y: Tensor, by: Tensor, block: Tensor) -> Tensor:
+    """y - by of each row; in place where y is a copy of the block, for fp32 logits without a cap are the caller's."""
+    return y - by.unsqueeze(-1) if y.data_ptr() == block.data_ptr() else y.sub_(by.unsqueeze(-1))
 
 
 def _capped(block: Tensor, cap: float | None) -> Tensor:
@@ -165,32 +170,36 @@ def _capped(block: Tensor, cap: float | None) -> Tensor:
     return y.div(cap).tanh_().mul_(cap)
 
 
-def _combine(mine: Tensor, group: dist.ProcessGroup | None, settings: LossSettings) -> tuple[Tensor, Tensor, Tensor]:
-    """log-Z, the target's logit and the mean logit of each token, [n], the same bits on every rank."""
+def _combine(
+    mine: Tensor, group: dist.ProcessGroup | None, settings: LossSettings
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Largest logit M, Σexp(y - M), the target's logit and the mean logit of each token, [n], equal on every rank."""
     parts = mine.unsqueeze(0)
     if group is not None:
         world = dist.get_world_size(group)
         parts = torch.empty(world * mine.shape[0], mine.shape[1], dtype=mine.dtype, device=mine.device)
         dist.all_gather_into_tensor(parts, mine, group=group)
         parts = parts.view(world, *mine.shape)
-    mean = parts[:, 2].sum(0) / settings.vocab_size if settings.smoothing else parts[0, 0]
-    return torch.logsumexp(parts[:, 0], dim=0), parts[:, 1].amax(0), mean
+    largest = parts[:, 0].amax(0)
+    total = (parts[:, 1] * (parts[:, 0] - largest).exp()).sum(0)  # a rank of padding only: 0·exp(-inf)
+    mean = parts[:, 3].sum(0) / settings.vocab_size if settings.smoothing else largest
+    return largest, total, parts[:, 2].amax(0), mean
 
 
-def _gradient(block: Tensor, owned: Tensor, settings: LossSettings, log_z: Tensor, weight: Tensor) -> Tensor:
+def _gradient(
+    block: Tensor, owned: Tensor, settings: LossSettings, largest: Tensor, total: Tensor, weight: Tensor
+) -> Tensor:
     """d/d(logits) of a block, fp32: weight · ((1 + 2βZ)·p - smoothed onehot) · d(cap)/dx."""
-    weight = weight.unsqueeze(-1)
     y = _capped(block, settings.cap)
-    log_z = log_z.unsqueeze(-1)
-    copied = y.data_ptr() != block.data_ptr() and settings.cap is None
-    gradient = (y.sub_(log_z) if copied else y - log_z).exp_()
+    gradient = (_shifted(y, largest, block) if settings.cap is None else y - largest.unsqueeze(-1)).exp_()
+    log_z = largest + total.log()
     # a token without weight adds exactly 0, even where its own numbers are not finite
-    factor = torch.where(weight == 0, 0.0, weight * (1.0 + 2.0 * settings.beta * log_z))
-    gradient.mul_(factor)
+    factor = torch.where(weight == 0, 0.0, weight * (1.0 + 2.0 * settings.beta * log_z) / total)
+    gradient.mul_(factor.unsqueeze(-1))
     if settings.smoothing:
-        gradient.sub_(weight * (settings.smoothing / settings.vocab_size))
+        gradient.sub_(weight.unsqueeze(-1) * (settings.smoothing / settings.vocab_size))
     here = (owned >= 0) & (owned < y.shape[-1])
-    hit = torch.where(here, -(1.0 - settings.smoothing) * weight.squeeze(-1), 0.0)
+    hit = torch.where(here, -(1.0 - settings.smoothing) * weight, 0.0)
     gradient.scatter_add_(-1, owned.clamp(0, y.shape[-1] - 1).unsqueeze(-1), hit.unsqueeze(-1))
     if settings.cap is not None:
         gradient.mul_(y.div_(settings.cap).square_().neg_().add_(1.0))

@@ -124,11 +124,12 @@ def check_loss(case: tuple[Any, ...], parts: tuple[Any, ...]) -> None:
     ((cross_entropy + options["beta"] * log_z.square()) * weight.double()).sum().backward()
     for loss, _, sums, _ in parts:
         assert torch.equal(loss, parts[0][0])
-        assert relative(loss, cross_entropy.detach()) < 1e-5
+        # 1 + x and p - 1 keep an fp32 rounding of 1: a loss or gradient below 1e-7 has no digits left
+        assert (loss - cross_entropy.detach()).norm() <= 1e-5 * cross_entropy.detach().norm() + 1e-6
         expected = torch.stack([weight.double(), weight * log_z, weight * log_z.square()]).detach() * (target >= 0)
         assert torch.allclose(sums, expected.flatten(1).sum(1), rtol=1e-5, atol=1e-9)
     gradient = torch.cat([part[1] for part in parts], dim=-1)
-    assert relative(gradient, wide.grad) < 1e-5
+    assert (gradient - wide.grad).norm() <= 1e-5 * wide.grad.norm() + 1e-6 * weight.norm()
     assert gradient[(weight == 0) | (target < 0)].count_nonzero() == 0
     assert gradient[..., options["vocab_size"] :].count_nonzero() == 0
 

@@ -124,7 +124,10 @@ def test_no_logit_passes_the_bound(
 
 def test_the_bound_is_reached() -> None:
     """All of a projection's length in one head, and one channel of a head."""
-    for variant, heads, expected in ((Variant.RMSNORM, 1, math.sqrt(8)), (Variant.RMSNORM_WHOLE, 4, math.sqrt(4 * 2 * 8))):
+    for variant, heads, expected in (
+        (Variant.RMSNORM, 1, math.sqrt(8)),
+        (Variant.RMSNORM_WHOLE, 4, math.sqrt(4 * 2 * 8)),
+    ):
         q_norm, k_norm = QKNorm(variant, 4, 8, eps=0.0), QKNorm(variant, 2, 8, eps=0.0)
         q, k = torch.zeros(1, 4, 8), torch.zeros(1, 2, 8)
         q[0, 0, 0] = k[0, 0, 0] = 7.0
