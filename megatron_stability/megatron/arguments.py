@@ -7,6 +7,7 @@ from argparse import ArgumentParser, Namespace
 from megatron_stability import config as tree
 from megatron_stability.errors import UsageError
 from megatron_stability.megatron import apex, seams
+from megatron_stability.megatron.model import settings
 from megatron_stability.records import Action
 
 
@@ -28,9 +29,11 @@ def install_runtime(args: Namespace) -> None:
         UsageError: the tree is not valid, or it and Megatron's arguments can't both be had.
     """
     config = tree.load(overrides=vars(args))
+    settings.refuse_what_cannot_work(config, args)
     if config.mode == "off":
         return
     refuse_what_cannot_work(config, args)
+    settings.apply(config.model, args)
     if args.rank == 0:
         print(f"> megatron-stability: {apex.line()}", flush=True)
     if config.mode == "act" and args.check_for_nan_in_loss_and_grad:

@@ -11,6 +11,7 @@ import json
 import math
 from argparse import Namespace
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.num_microbatches_calculator import get_current_global_batch_size
+from megatron.core.utils import get_model_config
 from megatron.training import print_rank_last
 
 import megatron_stability
@@ -27,6 +29,8 @@ from megatron_stability.config import StabilityConfig
 from megatron_stability.decide.policy import TablePolicy
 from megatron_stability.errors import EXIT_HALTED, UsageError
 from megatron_stability.megatron import install_digest, optimizer_state, weight_hooks
+from megatron_stability.megatron.model import init
+from megatron_stability.megatron.model.loss import HeadLoss, LogZHook, real_vocab_size
 from megatron_stability.megatron.sinks import MegatronWriters
 from megatron_stability.observe.reduction import LocalSignals, Reduction
 from megatron_stability.pipeline import Pipeline, Sink
@@ -64,6 +68,7 @@ class Runtime:
         self._weight_hooks: list[weight_hooks.WeightHook] = []
         self._scales = {action: Scale() for action in SCALED}
         self._scaled_groups = optimizer_state.ScaledGroups()
+        self._log_z: LogZHook | None = None
         self._losses_n2 = _NO_LOSSES
         self._grad_amax: torch.Tensor | None = None
         self.model: list[Any] = []
@@ -82,6 +87,21 @@ class Runtime:
     def rank(self) -> int:
         """This process's global rank."""
         return int(self._args.rank)
+
+    @cached_property
+    def head_loss(self) -> HeadLoss:
+        """The loss of the language-model head, where a setting changes it."""
+        return HeadLoss(self.config.model, real_vocab_size(self._args.padded_vocab_size))
+
+    def language_model_loss(self, module: Any, labels: torch.Tensor, logits: torch.Tensor) -> torch.Tensor | None:
+        """Per-token loss [b, s] with the final softcap and the z-loss; None where Megatron's own is wanted."""
+        if not self.config.model.changes_loss:
+            return None
+        return self.head_loss(labels, logits, module.pg_collection.tp)
+
+    def final_logits(self, logits: torch.Tensor) -> torch.Tensor:
+        """Logits that go to no loss, capped."""
+        return logits if self.config.model.final_softcap is None else self.head_loss.capped(logits)
 
     # --- life -------------------------------------------------------------------------------------------------
 
@@ -104,11 +124,24 @@ class Runtime:
 
     def _make_hooks(self, device: torch.device) -> str | None:
         """The complaint, if this rank has a layer that can't be hooked, is for every rank to raise."""
+        model = self.config.model
         try:
             self._weight_hooks = weight_hooks.build(self.config, self.model, self.optimizer, device)
+            if model.changes_loss:
+                speaks = parallel_state.get_tensor_model_parallel_rank() == 0
+                self._log_z = LogZHook(self.head_loss, model.z_loss, speaks)
+                self._weight_hooks.append(self._log_z)
+            self._report_initial_deviations()
         except UsageError as error:
             return str(error)
         return None
+
+    def _report_initial_deviations(self) -> None:
+        """A table from one rank of each pipeline stage, before the first step of a new run."""
+        ranks = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_data_parallel_rank()
+        if self.config.model.init.report and self._args.iteration == 0 and ranks == (0, 0):
+            table = init.report(self.model, get_model_config(self.model[0]), self.config.model)
+            print(f"> megatron-stability: standard deviations, rank {self.rank}\n{table}", flush=True)
 
     def _open_ledger(self) -> str | None:
         """On rank 0, at the resumed step; the complaint, if it can't be, is for every rank to raise."""
@@ -210,7 +243,10 @@ class Runtime:
 
     def log_string(self) -> str:
         """Fields for Megatron's log line."""
-        return f" stability incidents: {self._incidents:3d} |"
+        incidents = f" stability incidents: {self._incidents:3d} |"
+        if self._log_z is None or self._step is None:
+            return incidents
+        return incidents + self._log_z.log_string(self._step[0].signals)
 
     # --- checkpoint -------------------------------------------------------------------------------------------
 
