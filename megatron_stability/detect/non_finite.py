@@ -20,7 +20,7 @@ class NonFinite(Stateless):
 
     def inspect(self, record: StepRecord) -> Verdict | None:
         """A NON_FINITE verdict; its value is the number of non-finite losses, norms and heads (0: no valid token)."""
-        heads = int(record.signals.get("attention/nonfinite_heads", 0))
+        heads = record.signals.get("attention/nonfinite_heads", 0.0)
         if record.finite and record.tokens > 0 and not heads:
             return None
         found = []
@@ -29,7 +29,7 @@ class NonFinite(Stateless):
         if record.nonfinite_grads:
             found.append(f"a non-finite gradient norm on {record.nonfinite_grads} ranks")
         if heads:
-            found.append(f"a non-finite largest attention logit in {heads} heads")
+            found.append(f"a non-finite largest attention logit in {heads:g} heads")
         if record.overflow:
             found.append("overflow reported by the loss scaler")
         if not record.tokens > 0:
