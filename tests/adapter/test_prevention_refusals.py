@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
 from typing import Any
 
 import pytest
 
+from ci import prevention_table
+from ci.prevention_table import arguments
 from megatron_stability.config import StabilityConfig
 from megatron_stability.errors import UsageError
 from megatron_stability.megatron.model import settings
@@ -14,23 +15,6 @@ from megatron_stability.megatron.model.attention import transformer_engine_atten
 from megatron_stability.numerics.config import Init, Model
 
 pytestmark = pytest.mark.megatron
-
-
-def arguments(**changes: Any) -> Namespace:
-    base: dict[str, Any] = {
-        "spec": ["megatron_stability"],
-        "stability_own_model": True,
-        "num_attention_heads": 8,
-        "num_query_groups": 2,
-        "hidden_size": 64,
-        "tensor_model_parallel_size": 1,
-        "context_parallel_size": 1,
-        "transformer_impl": "local",
-        "attention_dropout": 0.0,
-        "mtp_num_layers": None,
-        "embedding_init_method_std": None,
-    }
-    return Namespace(**base | changes)
 
 
 WHOLE, CAP, FLEX = Model(qk_norm="rmsnorm_whole"), Model(attention_softcap=50.0), "attention_softcap_kernel"
@@ -118,3 +102,7 @@ def test_case_13_transformer_engine_gets_the_argument_or_the_run_stops() -> None
         transformer_engine_attention(MegatronOverThat)
     with pytest.raises(UsageError, match="has no `softcap`"):
         transformer_engine_attention()  # none is installed here
+
+
+def test_the_page_holds_the_table_that_the_refusals_make() -> None:
+    assert prevention_table.main("--check") == 0
