@@ -52,16 +52,18 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "local": {},
     "TE": {"transformer_impl": "transformer_engine"},
 }
-_HEAD = ("final softcap", "z-loss")
+_QK = tuple(feature for feature in FEATURES if feature.startswith("QK-norm"))
+_HEAD, _CAP, _INIT, _CLIP = ("final softcap", "z-loss"), "attention softcap, `auto`", ("`init.qk`",), "embedding clip"
 TESTED: dict[str, tuple[str, ...]] = {
-    "TP": tuple(FEATURES),
-    "SP": ("QK-norm `rmsnorm`", *_HEAD),
+    "TP": (*_QK, _CAP, *_HEAD, *_INIT, "`init.embedding`"),
+    "SP": (*_QK, _CAP, *_HEAD),
     "TP > groups": ("QK-norm `rmsnorm`", *_HEAD),
-    "PP": ("QK-norm `rmsnorm`", *_HEAD),
+    "PP": (*_QK, *_HEAD),
     "VPP": ("QK-norm `rmsnorm`", *_HEAD),
-    "DP": (*_HEAD, "embedding clip"),
-    "dist. opt.": ("embedding clip",),
-    "local": tuple(FEATURES),
+    "DP": (*_HEAD, _CLIP),
+    "dist. opt.": (_CLIP,),
+    "µP": ("QK-norm `rmsnorm`",),
+    "local": (*_QK, _CAP, *_HEAD, *_INIT, "`init.embedding`", _CLIP),
 }
 
 
