@@ -4,9 +4,9 @@
 
 Both work on the same model (Float16Module and DDP around a GPT with multi-head attention, fp32 masters) on 2 and 4
 data-parallel gloo ranks of this machine's CPU, and are given the same maxima of every head. Stock reduces and reads a
-layer at a time. Ours is timed with the StepRecord's all-gather, which a run pays anyway. Two cases: no head above τ, and
-one hot head in every layer; in the second both leave the same weights (checked). The layers are narrow, so that what is
-compared is the protocol and not the multiplication of weights.
+layer at a time. Ours is timed with the StepRecord's all-gather, which a run pays anyway. Two cases: no head above τ,
+and one hot head in every layer; in the second both leave the same weights (checked). The layers are narrow, so that
+what is compared is the protocol and not the multiplication of weights.
 """
 
 from __future__ import annotations
