@@ -57,7 +57,7 @@ class LossSpike(Windowed):
 class LossMad(Windowed):
     """Loss above median + k * 1.4826 * MAD: the same, blind to outliers within the window."""
 
-    k: float = Field(5.0, gt=0, description="robust standard deviations")
+    k: float = Field(6.0, gt=0, description="robust standard deviations")
     k_at_once: float = Field(14.0, gt=0, description="robust standard deviations that need no persistence")
     persistence: int = Field(2, ge=1, description="suspicious steps in a row before a verdict")
     sigma_floor: float = Field(0.005, gt=0, description="nats; a deviation below this counts as this")

@@ -51,7 +51,9 @@ class Limit:
         return Verdict(detector=self.name, tier=tier, step=record.step, value=value, threshold=limit, reason=reason)
 
     def learn(self, record: StepRecord, verdict: Verdict | None, applied: bool) -> None:
-        """Count the row."""
+        """Count the row, where a verdict needs one."""
+        if self.config.persistence == 1:
+            return
         value = self.value(record)
         if value is not None:
             self.run = 0 if (value <= self.mildest if self.above else value >= self.mildest) else self.run + 1

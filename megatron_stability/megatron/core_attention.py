@@ -12,6 +12,10 @@ from typing import Any
 import torch
 from megatron.core.fusions.fused_softmax import FusedScaleMaskSoftmax
 from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.utils import get_default_causal_mask, get_sliding_window_causal_mask
+
+from megatron_stability.numerics.softcap import masked_softmax
 
 
 class SoftcapScaleMaskSoftmax(FusedScaleMaskSoftmax):
@@ -42,12 +46,22 @@ class SoftcapScaleMaskSoftmax(FusedScaleMaskSoftmax):
     def forward(
         self, input: torch.Tensor, mask: torch.Tensor | None, softmax_offset: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Probabilities [b, n, sq, sk] of scores [b, n, sq, sk]; `mask` is True where attention is forbidden."""
-        capped = self.cap * torch.tanh(input.float() * (self.logit_scale / self.cap))  # in fp32, as the logits grow
-        if softmax_offset is None and self.is_kernel_available(mask, *input.size()):
-            return self.forward_fused_softmax(capped.to(input.dtype), mask)
-        scores = capped if self.softmax_in_fp32 else capped.to(input.dtype)
-        return self.forward_torch_softmax(scores, mask, softmax_offset)
+        """Probabilities [b, n, sq, sk] of scores [b, n, sq, sk]; `mask` is True where attention is forbidden.
+
+        Always in fp32: bf16 holds a capped logit of 50 in steps of 0.25. So Megatron's fused bf16 kernels are not used.
+        """
+        return masked_softmax(
+            input, mask=self._mask(input, mask), cap=self.cap, scale=self.logit_scale, softmax_offset=softmax_offset
+        ).to(input.dtype)
+
+    def _mask(self, scores: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor | None:
+        """The mask that Megatron's softmax would use: a sliding window over all, else the given one, else causal."""
+        queries, keys = scores.shape[-2:]
+        if self.window_size is not None:
+            mask = get_sliding_window_causal_mask(queries, keys, self.window_size)
+        elif self.attn_mask_type == AttnMaskType.causal and mask is None and queries > 1:
+            mask = get_default_causal_mask(queries)
+        return mask
 
 
 class CoreAttention(DotProductAttention):
@@ -75,5 +89,4 @@ class CoreAttention(DotProductAttention):
         if v_channels is not None:
             self.hidden_size_per_partition = v_channels * self.num_attention_heads_per_partition
         if cap is not None:
-            stock: FusedScaleMaskSoftmax = self.scale_mask_softmax
-            self.scale_mask_softmax: FusedScaleMaskSoftmax = SoftcapScaleMaskSoftmax(stock, cap)
+            self.scale_mask_softmax = SoftcapScaleMaskSoftmax(self.scale_mask_softmax, cap)  # type: ignore[has-type]

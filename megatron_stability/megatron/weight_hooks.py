@@ -10,6 +10,7 @@ import torch
 
 from megatron_stability.config import StabilityConfig
 from megatron_stability.megatron import qk_clip
+from megatron_stability.megatron.model.embedding_clip import EmbeddingClipHook
 from megatron_stability.observe.reduction import Combine
 from megatron_stability.records import AttentionTable, StepRecord
 
@@ -48,7 +49,12 @@ def build(config: StabilityConfig, model: Sequence[Any], optimizer: Any, device:
     Raises:
         UsageError: a layer of this rank can't be measured or clipped; names it.
     """
-    return [qk_clip.AttentionHook(config, model, optimizer, device)] if qk_clip.wanted(config) else []
+    hooks: list[WeightHook] = []
+    if qk_clip.wanted(config):
+        hooks.append(qk_clip.AttentionHook(config, model, optimizer, device))
+    if config.model.embedding_norm_clip is not None:
+        hooks.append(EmbeddingClipHook(config.model.embedding_norm_clip, model, optimizer))
+    return hooks
 
 
 def refuse_what_cannot_work(config: StabilityConfig, args: Namespace) -> None:
