@@ -126,8 +126,11 @@ class AttentionLayer:
         if norm is None:
             return []
         size = self.module.hidden_size_per_attention_head
-        here = factors[:1] if shared else qk_clip.shard(factors, self.rank, self.world)
-        rows = here.repeat_interleave(size)
+        if shared:
+            factors = factors[:1]
+        elif norm.weight.numel() < len(factors) * size:  # this rank's heads alone
+            factors = qk_clip.shard(factors, self.rank, self.world)
+        rows = factors.repeat_interleave(size)
         bias = getattr(norm, "bias", None)
         gain = Scaled(norm.weight, rows, self._zero_centred(norm))
         return [gain] if bias is None or bias.numel() == 0 else [gain, Scaled(bias, rows)]
@@ -158,15 +161,16 @@ class AttentionLayer:
             gain = getattr(norm, "weight", None)
             if gain is None:
                 raise UsageError(
-                    f"qk_clip with a {side}-norm that has no gain ({self.name}, {type(norm).__name__}, --qk-l2-norm): "
-                    "there is nothing to clip; set qk_clip.enabled to false"
+                    f"qk_clip with a {side}-norm that has no gain ({self.name}: {type(norm).__name__}): there is "
+                    "nothing to clip; give the norm a gain or set qk_clip.enabled to false"
                 )
             size, heads = self.module.hidden_size_per_attention_head, self.heads if side == "q" else self.groups
-            whole = heads % self.world == 0 and gain.numel() == heads // self.world * size
-            if gain.numel() != size and not whole:
+            known = {size, heads * size} | ({heads // self.world * size} if heads % self.world == 0 else set())
+            if gain.numel() not in known:
                 raise UsageError(
                     f"qk_clip with a {side}-norm gain of shape {tuple(gain.shape)} in {self.name}: it is neither one "
-                    f"gain of {size} for all heads nor {size} for each of this rank's; set qk_clip.enabled to false"
+                    f"gain of {size} for all heads nor {size} for each head, of the layer or of this rank; set "
+                    "qk_clip.enabled to false"
                 )
 
 

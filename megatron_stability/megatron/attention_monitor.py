@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.utils import is_layer_window_attention
 
@@ -48,12 +49,12 @@ class LayerMonitor:
         if measure == "probe":
             layer.module.register_forward_pre_hook(self._keep, with_kwargs=True)
             core.register_forward_pre_hook(self._probe, with_kwargs=True)
-        elif self._softmax is not None:
+        elif self._softmax is not None and type(core).forward is DotProductAttention.forward:
             self._softmax.register_forward_pre_hook(self._read)
         elif not hasattr(core, "current_max_attn_logits"):
             raise UsageError(
-                f"qk_clip.measure forward: {type(core).__name__} of {layer.name} returns no largest logit; add "
-                "--log-max-attention-logit (Transformer Engine 2.9 or newer), or set qk_clip.measure to probe"
+                f"qk_clip.measure forward: {type(core).__name__} of {layer.name} shows no logits; with Transformer "
+                "Engine 2.9 or newer add --log-max-attention-logit, else set qk_clip.measure to probe"
             )
 
     def begin(self, active: bool, entropy: bool) -> None:
@@ -113,11 +114,9 @@ class LayerMonitor:
         given = dict(zip(names, inputs, strict=False)) | options
         query, key = given["query"].detach(), given["key"].detach()
         mask = self._mask(given.get("attention_mask"), given.get("attn_mask_type"))
-        how: dict[str, Any] = {
-            "scale": self.layer.softmax_scale,
-            "entropy": self.entropy,
-            "cap": getattr(self._softmax, "cap", None),
-        }
+        caps = (getattr(self._softmax, "cap", None), getattr(core, "cap", None), getattr(core, "softcap", None))
+        cap = next((float(cap) for cap in caps if cap), None)
+        how: dict[str, Any] = {"scale": self.layer.softmax_scale, "entropy": self.entropy, "cap": cap}
         packed = given.get("packed_seq_params")
         if packed is None:
             self._add(of_queries_and_keys(query, key, mask, **how))

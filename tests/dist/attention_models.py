@@ -44,18 +44,31 @@ def config(kind: str, tp: int = 1, pp: int = 1, layers: int = 1, **options: Any)
     return TransformerConfig(**common | sizes | options)
 
 
-def model(config: Any, cap: float | None = None, pre: bool = True, post: bool = True, tied: bool = False) -> Any:
+def model(
+    config: Any,
+    cap: float | None = None,
+    pre: bool = True,
+    post: bool = True,
+    tied: bool = False,
+    qk_norm: str = "none",
+) -> Any:
     """A GPTModel with our core attention."""
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.transformer.spec_utils import ModuleSpec
 
     from megatron_stability.megatron.core_attention import CoreAttention
+    from megatron_stability.megatron.model.norms import QKNormBuilder
+    from megatron_stability.numerics.config import Model
 
     mla = config.multi_latent_attention
     spec = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm and not mla, multi_latent_attention=mla)
     attention = spec.submodules.self_attention.submodules
     attention.core_attention = ModuleSpec(module=CoreAttention, params={"cap": cap})
+    if qk_norm != "none":
+        settings = Model(qk_norm=qk_norm)
+        attention.q_layernorm = QKNormBuilder(settings, query=True)
+        attention.k_layernorm = QKNormBuilder(settings, query=False)
     return GPTModel(
         config,
         spec,

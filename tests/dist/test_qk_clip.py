@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_stability.errors import UsageError
 from megatron_stability.records import StepRecord
 from tests.dist import attention_models as models
 from tests.dist.pool import Context, Pool
@@ -41,9 +42,11 @@ def _step(context: Context, hook: Any, forwards: Any, updated: bool = True, step
     return record, hook.update_done(record, updated)
 
 
-def after_a_clip(context: Context, kind: str, tp: int, options: dict[str, Any]) -> tuple[Any, Any]:
+def after_a_clip(
+    context: Context, kind: str, tp: int, options: dict[str, Any], qk_norm: str = "none"
+) -> tuple[Any, Any]:
     context.megatron(tp=tp)
-    gpt = models.model(models.config(kind, tp, **options), cap=None)
+    gpt = models.model(models.config(kind, tp, **options), qk_norm=qk_norm)
     models.fill(gpt)
     hook = models.hook([gpt], tau=3.0)
     _, before = _step(context, hook, lambda: models.forward(gpt))
@@ -77,6 +80,37 @@ def test_case_10_qk_norm_on_the_gains_are_clipped(megatron_ranks: Pool, tp: int)
         for was, now in zip(before.max_logit_lh[0], after.max_logit_lh[0], strict=True):
             assert now == pytest.approx(was * 3.0 / worst, rel=1e-4)
         assert after.max_gain_l[0] < before.max_gain_l[0]
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_gains_of_a_norm_over_the_whole_projection_are_clipped_head_by_head(megatron_ranks: Pool, tp: int) -> None:
+    options = {"qk_layernorm": True, "layernorm_zero_centered_gamma": False}
+    for before, after in megatron_ranks.run(after_a_clip, "gqa", tp, options, "rmsnorm_whole", world=tp):
+        assert max(before.max_logit_lh[0]) > 3.0 > min(before.max_logit_lh[0])
+        for was, now in zip(before.max_logit_lh[0], after.max_logit_lh[0], strict=True):
+            assert now == pytest.approx(min(was, 3.0), rel=1e-4)
+
+
+def refusals(context: Context) -> list[str]:
+    """What a layer says that can't be measured or clipped."""
+    from megatron_stability.megatron.model.attention import FlexAttention
+
+    context.megatron()
+    gainless = models.model(models.config("gqa", qk_layernorm=True), qk_norm="rms_no_gain")
+    flex = models.model(models.config("gqa"))
+    flex.decoder.layers[0].self_attention.core_attention.__class__ = FlexAttention
+    sentences = []
+    for gpt in (gainless, flex):
+        with pytest.raises(UsageError) as refused:
+            models.hook([gpt])
+        sentences.append(str(refused.value))
+    return sentences
+
+
+def test_what_can_not_be_clipped_or_measured_is_refused_by_name(megatron_ranks: Pool) -> None:
+    ((gainless, flex),) = megatron_ranks.run(refusals, world=1)
+    assert "a q-norm that has no gain (decoder.layers.0: QKNorm)" in gainless
+    assert "FlexAttention of decoder.layers.0 shows no logits" in flex
 
 
 def test_case_5_attention_output_gate(megatron_ranks: Pool) -> None:
