@@ -96,22 +96,27 @@ def file_names(folder: Path) -> list[str]:
 
 
 def share(names: Iterable[str], rank: int, world: int) -> list[str]:
-    """The files that a rank hashes: those Megatron's writer of that rank named `__RANK_*`, the rest in turns.
+    """The files that a rank hashes, of a partition of `names`.
+
+    Megatron's writers name their files `__RANK_*`: what a rank wrote is still in its host's page cache. Files in
+    subfolders (the older format) are spread by their names; the rest is rank 0's, which also wrote it.
 
     Args:
-        names: the same on every rank.
+        names: relative names; the result for one name does not depend on the others.
         rank: of `world`.
         world: number of ranks.
 
     Returns:
-        A part of a partition of `names`; what a rank wrote is still in its host's page cache.
+        This rank's names, sorted.
     """
-    return [name for index, name in enumerate(sorted(names)) if _owner(name, index) % world == rank]
+    return sorted(name for name in names if _owner(name) % world == rank)
 
 
-def _owner(name: str, index: int) -> int:
-    first, _, rest = name.rpartition("/")[2].removeprefix("__").partition("_")
-    return int(first) if name.rpartition("/")[2].startswith("__") and first.isdecimal() and rest else index
+def _owner(name: str) -> int:
+    if "/" in name:
+        return xxhash.xxh64_intdigest(name.encode())
+    first = name.removeprefix("__").partition("_")[0]
+    return int(first) if name.startswith("__") and first.isdecimal() else 0
 
 
 def hash_files(
