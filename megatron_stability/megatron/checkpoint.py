@@ -21,7 +21,7 @@ from megatron.training import print_rank_0
 
 from megatron_stability.config import StabilityConfig
 from megatron_stability.errors import UsageError
-from megatron_stability.megatron import install_digest, rank_state, resume, training_args
+from megatron_stability.megatron import install_digest, optimizer_state, rank_state, resume, training_args
 from megatron_stability.record import generations, manifest
 from megatron_stability.record.manifest import FileEntry, Manifest
 
@@ -185,7 +185,7 @@ class Checkpoints:
 
     # --- load -------------------------------------------------------------------------------------------------------
 
-    def load_begins(self, load_dir: str | None) -> None:
+    def load_begins(self, load_dir: str | None, optimizer: Any) -> None:
         """`load_checkpoint`, before anything is read: choose and verify. Collective.
 
         Raises:
@@ -197,6 +197,7 @@ class Checkpoints:
         self._resumed = resume.choose(Path(load_dir), self._args, self._config.checkpoint)
         if self._resumed is None:
             return
+        optimizer_state.give_empty_state(optimizer)
         self._hashes = resume.from_rank_0(lambda: training_args.hashes(self._args, self._config))
         if not self._args.finetune:
             resume.refuse_changes(self._resumed, self._args, self._hashes, self._config.checkpoint)

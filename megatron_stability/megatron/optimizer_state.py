@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import ChainedOptimizer
 
 
@@ -64,6 +65,25 @@ def grad_amax(model: list[Any]) -> torch.Tensor | None:
         return None
     ends = [end.float() for grad in grads if grad.numel() for end in torch.aminmax(grad)]
     return torch.stack(ends).abs().amax() if ends else None
+
+
+@torch.no_grad()
+def give_empty_state(optimizer: Any) -> None:
+    """Let a fresh distributed optimizer over torch's Adam describe itself to a load.
+
+    Without Apex and TE, `DistributedOptimizer.state_dict` reads the step from the moments, which Adam makes in its
+    first step only (`core/optimizer/distrib_optimizer.py`), so that a `torch_dist` load fails. The load overwrites it.
+    """
+    for one in getattr(optimizer, "chained_optimizers", [optimizer]):
+        inner = getattr(one, "optimizer", None)
+        if not isinstance(one, DistributedOptimizer) or not isinstance(inner, torch.optim.Adam | torch.optim.AdamW):
+            continue
+        for parameter in (p for group in inner.param_groups for p in group["params"] if not inner.state[p]):
+            inner.state[parameter] = {
+                "step": torch.zeros(()),
+                "exp_avg": torch.zeros_like(parameter),
+                "exp_avg_sq": torch.zeros_like(parameter),
+            }
 
 
 def has_no_norm_of_its_own(optimizer: Any) -> bool:

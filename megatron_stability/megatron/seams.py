@@ -144,11 +144,11 @@ def moves_tracker() -> bool:
     return _runtime is not None and _runtime.checkpoints.moves_tracker()
 
 
-def load_begins(load_dir: str | None) -> None:
+def load_begins(load_dir: str | None, optimizer: Any) -> None:
     """`training/checkpointing.py load_checkpoint`, before anything is read. Collective."""
     if _runtime is not None:
         with _one_sentence(_runtime.rank):
-            _runtime.checkpoints.load_begins(load_dir)
+            _runtime.checkpoints.load_begins(load_dir, optimizer)
 
 
 def strict_load_failed(error: Exception) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from megatron_stability.record import generations, ledger, manifest
+from megatron_stability.record import compare_checkpoints, generations, ledger, manifest
 from tests.dist import small_gpt
 from tests.dist.pool import Context, Pool, megatron_on_cpu
 
@@ -53,25 +53,6 @@ def run(pool: Pool, folder: Path, *flags: str, world: int = 2) -> list[tuple[Any
     return pool.run(train, *RUN, *where, *flags, world=world, timeout=400)
 
 
-def same_end(folder: Path, one: str, other: str) -> None:
-    """Two generations hold the same bits of the same tensors, by each rank's own fingerprints in the checkpoint."""
-    import io
-
-    import torch
-    import torch.distributed.checkpoint as dcp
-
-    def state(name: str) -> dict[str, bytes]:
-        reader = dcp.FileSystemReader(folder / name)
-        keys = [key for key in reader.read_metadata().state_dict_metadata if key.startswith("megatron_stability_rank")]
-        state: dict[str, Any] = {key: io.BytesIO() for key in keys}
-        dcp.load(state, storage_reader=reader, no_dist=True)
-        return {key: repr(torch.load(io.BytesIO(value.getvalue()), weights_only=True)) for key, value in state.items()}
-
-    first, second = state(one), state(other)
-    assert first
-    assert first == second
-
-
 @pytest.mark.megatron
 @pytest.mark.parametrize(
     ("layout", "world", "how"),
@@ -90,7 +71,8 @@ def test_a_resumed_run_is_the_uninterrupted_run_to_the_bit(
     for (one, one_rng), (two, two_rng) in zip(straight, resumed, strict=True):
         assert one.losses[len(one.losses) // 2 :] == two.losses
         assert one_rng == two_rng
-    same_end(tmp_path, "straight", "iter_0000006")
+    said, equal = compare_checkpoints.compare(tmp_path / "straight", tmp_path / "iter_0000006", bitwise=True)
+    assert equal, said
     view = ledger.read(tmp_path / "stability")
     assert [step.step for step in view.surviving] == [1, 2, 3, 4, 5, 6]
     assert manifest.read(tmp_path / "iter_0000006").samples == view.surviving[-1].last_sample == 48

@@ -141,15 +141,8 @@ def test_a_name_that_leads_out_is_refused(tmp_path: Path) -> None:
 
 
 def test_shares_of_all_ranks_are_a_partition() -> None:
-    names = [
-        "__0_0.distcp",
-        "__0_1.distcp",
-        "__3_0.distcp",
-        "__11_0.distcp",
-        ".metadata",
-        "common.pt",
-        "mp_rank_00/m.pt",
-    ]
+    names = [f"__{writer}.distcp" for writer in ("0_0", "0_1", "3_0", "11_0")]
+    names += [".metadata", "common.pt", "mp_rank_00/model.pt", "mp_rank_01/model.pt"]
     for world in (1, 2, 4, 7):
         shares = [manifest.share(names, rank, world) for rank in range(world)]
         assert sorted(name for share in shares for name in share) == sorted(names)
