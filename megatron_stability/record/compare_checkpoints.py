@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import io
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from megatron_stability.record import manifest
@@ -28,16 +31,24 @@ def tensors(folder: Path) -> dict[str, torch.Tensor]:
     return state
 
 
-def rank_states(folder: Path) -> dict[str, bytes]:
-    """What each rank kept for itself (generators, fingerprints), as saved."""
+class _Raw(DefaultLoadPlanner):
+    """Keeps objects as the bytes they were saved as: torch's own planner would unpickle them without limits."""
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        self.state_dict[read_item.dest_index.fqn] = value.getvalue()
+
+
+def rank_states(folder: Path) -> dict[str, Any]:
+    """What each rank kept for itself (generators, fingerprints): tensors and primitives, by key and rank."""
     reader = FileSystemReader(folder)
-    state = {
+    state: dict[str, Any] = {
         key: io.BytesIO()
         for key, entry in reader.read_metadata().state_dict_metadata.items()
         if isinstance(entry, BytesStorageMetadata) and key.startswith(OWN)
     }
-    load(state, storage_reader=reader, no_dist=True)
-    return {key: value.getvalue() for key, value in state.items()}
+    planner = _Raw()
+    load(state, storage_reader=reader, planner=planner, no_dist=True)
+    return {key: torch.load(io.BytesIO(planner.state_dict[key]), weights_only=True) for key in state}
 
 
 def compare(one: Path, other: Path, *, bitwise: bool) -> tuple[str, bool]:
@@ -62,8 +73,8 @@ def compare(one: Path, other: Path, *, bitwise: bool) -> tuple[str, bool]:
         unequal = [key for key, value in first.items() if not _same_bits(value, second[key])]
         if unequal:
             return f"{len(unequal)} of {len(first)} tensors differ, first {unequal[0]}", False
-        ranks = _plain(rank_states(one)), _plain(rank_states(other))
-        if ranks[0] != ranks[1]:
+        ranks = rank_states(one), rank_states(other)
+        if _text(ranks[0]) != _text(ranks[1]):
             return "random generators or local tensors of a rank differ", False
         return f"equal to the bit: {len(first)} tensors, generators of {len(ranks[0])} ranks", True
     weights = [key for key, value in first.items() if not key.startswith("optimizer") and key in second]
@@ -83,12 +94,6 @@ def _distance(one: torch.Tensor, other: torch.Tensor) -> float:
     if one.shape != other.shape:
         return float("inf")
     return float((one.double() - other.double()).abs().max() / one.double().abs().max().clamp_min(1e-30))
-
-
-def _plain(states: dict[str, bytes]) -> dict[str, str]:
-    """As text: the bytes of two equal pickles need not be equal."""
-    loaded = {key: torch.load(io.BytesIO(value), weights_only=True) for key, value in states.items()}
-    return {key: _text(value) for key, value in loaded.items()}
 
 
 def _text(value: object) -> str:
