@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,27 +10,13 @@ import pytest
 
 from megatron_stability.record import compare_checkpoints, generations, ledger, manifest
 from tests.dist import small_gpt
-from tests.dist.pool import Context, Pool, megatron_on_cpu
+from tests.dist.pool import Context, Pool
+from tests.drills import kill_around_save
 
 TP2_PP2 = ("--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2")
 DP2 = ("--use-distributed-optimizer",)
 ASYNC = ("--async-save", "--use-persistent-ckpt-worker", "--async-strategy", "mcore")
 RUN = ("--train-iters", "6", "--ckpt-format", "torch_dist", "--hidden-dropout", "0.1", "--attention-dropout", "0.1")
-
-
-def patched_megatron_on_cpu() -> None:
-    """Prepare a template whose Megatron has the seams."""
-    from megatron_stability.megatron.patching import in_memory
-
-    in_memory.install()
-    megatron_on_cpu()
-
-
-@pytest.fixture(scope="module")
-def patched_ranks() -> Iterator[Pool]:
-    pool = Pool(patched_megatron_on_cpu)
-    yield pool
-    pool.close()
 
 
 def train(context: Context, *flags: str) -> tuple[Any, dict[str, Any]]:
@@ -76,3 +61,41 @@ def test_a_resumed_run_is_the_uninterrupted_run_to_the_bit(
     view = ledger.read(tmp_path / "stability")
     assert [step.step for step in view.surviving] == [1, 2, 3, 4, 5, 6]
     assert manifest.read(tmp_path / "iter_0000006").samples == view.surviving[-1].last_sample == 48
+
+
+@pytest.mark.megatron
+def test_refusals_end_with_code_2_and_a_bad_file_means_the_older_one(patched_ranks: Pool, tmp_path: Path) -> None:
+    """A missing --load; other arguments; then a corrupt newest generation, which the run passes over."""
+    load = ("--load", str(tmp_path))
+    assert [code for code, _ in run(patched_ranks, tmp_path, *load)] == [2, 2]
+    run(patched_ranks, tmp_path, "--save-interval", "3")
+    assert [code for code, _ in run(patched_ranks, tmp_path, *load, "--lr", "2e-3")] == [2, 2]
+    shard = tmp_path / "iter_0000006" / "__0_0.distcp"
+    data = bytearray(shard.read_bytes())
+    data[-1000] ^= 1
+    shard.write_bytes(data)
+    resumed = run(patched_ranks, tmp_path, *load, "--save-interval", "1000")
+    assert all(len(each.losses) == 6 for each, _ in resumed)  # steps 4 to 6, two micro-batches each
+    view = ledger.read(tmp_path / "stability")
+    assert view.runs[-1].resumed_step == 3
+    assert [step.step for step in view.surviving] == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.megatron
+def test_another_world_size_goes_on_with_the_same_samples(patched_ranks: Pool, tmp_path: Path) -> None:
+    """Saved by two ranks, resumed by one: no rank's own state fits, and the run says so and agrees within tolerance."""
+    run(patched_ranks, tmp_path, "--save-interval", "3")
+    straight = tmp_path / "straight"
+    shutil.move(tmp_path / "iter_0000006", straight)
+    run(patched_ranks, tmp_path, "--load", str(tmp_path), "--save-interval", "3", world=1)
+    said, close = compare_checkpoints.compare(straight, tmp_path / "iter_0000006", bitwise=False)
+    assert close, said
+    assert [step.first_sample for step in ledger.read(tmp_path / "stability").surviving] == [0, 8, 16, 24, 32, 40]
+
+
+@pytest.mark.megatron
+@pytest.mark.parametrize("how", [(), kill_around_save.ASYNC], ids=["sync", "async"])
+def test_killed_around_saves(patched_ranks: Pool, tmp_path: Path, how: tuple[str, ...]) -> None:
+    """The committed drill's fast subset."""
+    result = kill_around_save.chain(patched_ranks, tmp_path / "chain", kills=2, seed=7, how=how)
+    assert kill_around_save.passed(result), result

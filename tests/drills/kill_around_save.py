@@ -25,7 +25,8 @@ from typing import Any
 from megatron_stability.act import fates
 from megatron_stability.record import compare_checkpoints, generations, ledger
 from tests.dist import small_gpt
-from tests.dist.pool import Context, Pool, RankDied, megatron_on_cpu
+from tests.dist.conftest import patched_megatron_on_cpu
+from tests.dist.pool import Context, Pool, RankDied
 
 ASYNC = ("--async-save", "--use-persistent-ckpt-worker", "--async-strategy", "mcore")
 RUN = (
@@ -34,14 +35,6 @@ RUN = (
     *("--stability-checkpoint-allow-fresh-start", "true"),
 )
 WINDOW_S = 0.5  # a kill comes so long, at most, after a save began: during it, at its marker, or steps later
-
-
-def patched_megatron_on_cpu() -> None:
-    """Prepare a template whose Megatron has the seams."""
-    from megatron_stability.megatron.patching import in_memory
-
-    in_memory.install()
-    megatron_on_cpu()
 
 
 def train(context: Context, folder: str, kill: tuple[int, float] | None, flags: Sequence[str]) -> None:
