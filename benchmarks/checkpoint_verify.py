@@ -4,8 +4,8 @@
 
 Throughput: `manifest.hash_files` over one to N threads, against one thread of xxh3-128 and of SHA-256 over the same
 bytes in memory, `sha256sum` and (where installed) `xxhsum`, and bare reading, all on the same files in the page cache.
-Each figure is the best of five rounds. --save: a real run of Megatron on one rank of the CPU backend saves every step; our
-calls' share of the time that the training loop spends in `save_checkpoint`, synchronous, and of the step, asynchronous.
+Each figure is the best of five rounds. --save: a real run of Megatron on one rank of the CPU backend; our calls' share
+of the time that the training loop spends in `save_checkpoint`, synchronous, and of the run, asynchronous.
 """
 
 from __future__ import annotations

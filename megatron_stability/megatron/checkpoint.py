@@ -233,6 +233,8 @@ class Checkpoints:
         self._model, self._optimizer = model, optimizer
         if not self._on:
             return
+        if self._loaded:
+            optimizer_state.restore_step(optimizer)
         prints = rank_state.measure(model, optimizer) if self._loaded else rank_state.measure(model, None)
         state = self._loaded_rank_state or {}
         saved = state.get("tensors") if self._args.save is not None or state else None

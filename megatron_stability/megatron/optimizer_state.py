@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -67,23 +68,35 @@ def grad_amax(model: list[Any]) -> torch.Tensor | None:
     return torch.stack(ends).abs().amax() if ends else None
 
 
-@torch.no_grad()
 def give_empty_state(optimizer: Any) -> None:
     """Let a fresh distributed optimizer over torch's Adam describe itself to a load.
 
     Without Apex and TE, `DistributedOptimizer.state_dict` reads the step from the moments, which Adam makes in its
-    first step only (`core/optimizer/distrib_optimizer.py`), so that a `torch_dist` load fails. The load overwrites it.
+    first step only (`core/optimizer/distrib_optimizer.py`), so that a `torch_dist` load fails. The load overwrites the
+    moments; the step is `restore_step`'s.
     """
-    for one in getattr(optimizer, "chained_optimizers", [optimizer]):
-        inner = getattr(one, "optimizer", None)
-        if not isinstance(one, DistributedOptimizer) or not isinstance(inner, torch.optim.Adam | torch.optim.AdamW):
-            continue
+    for inner in _torch_adams(optimizer):
         for parameter in (p for group in inner.param_groups for p in group["params"] if not inner.state[p]):
             inner.state[parameter] = {
                 "step": torch.zeros(()),
                 "exp_avg": torch.zeros_like(parameter),
                 "exp_avg_sq": torch.zeros_like(parameter),
             }
+
+
+def restore_step(optimizer: Any) -> None:
+    """After a load, put Adam's step where torch keeps it: Megatron puts it in the parameter groups, where Apex does."""
+    for inner in _torch_adams(optimizer):
+        for group in inner.param_groups:
+            for parameter in group["params"] if "step" in group else ():
+                inner.state[parameter]["step"].fill_(group["step"])
+
+
+def _torch_adams(optimizer: Any) -> Iterator[torch.optim.Optimizer]:
+    for one in getattr(optimizer, "chained_optimizers", [optimizer]):
+        inner = getattr(one, "optimizer", None)
+        if isinstance(one, DistributedOptimizer) and isinstance(inner, torch.optim.Adam | torch.optim.AdamW):
+            yield inner
 
 
 def has_no_norm_of_its_own(optimizer: Any) -> bool:

@@ -83,7 +83,7 @@ def optimizer_tensors(optimizer: Any) -> Iterator[tuple[str, torch.Tensor]]:
                 name = f"optimizer{number}.group{index}.{place}"
                 yield f"{name}.weight", parameter
                 moments = one.optimizer.state.get(parameter, {})
-                for key in sorted(k for k, v in moments.items() if isinstance(v, torch.Tensor) and v.dim()):
+                for key in sorted(k for k, v in moments.items() if isinstance(v, torch.Tensor)):
                     yield f"{name}.{key}", moments[key]
 
 
