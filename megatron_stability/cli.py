@@ -31,6 +31,8 @@ COMMANDS = (
     Command("run", "megatron_stability.megatron.launch", "run_script", "run an unmodified pretrain_gpt.py with it"),
     Command("patch", "megatron_stability.megatron.patching.command", "run", "open the seams in an installed Megatron"),
     Command("prepare-data", "megatron_stability.megatron.prepare_data", "run", "make Megatron's data files from text"),
+    Command("checkpoint", "megatron_stability.record.checkpoint_command", "run", "list, verify, drill checkpoints"),
+    Command("cadence", "megatron_stability.record.cadence_command", "run", "how often to save, from measured costs"),
     Command("report", "megatron_stability.record.report", "run", "write the HTML report of a run"),
     Command("quickstart", "megatron_stability.megatron.quickstart", "run", "train a small GPT with and without it"),
 )

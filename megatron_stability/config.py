@@ -43,6 +43,27 @@ class Record(Section):
     tensorboard: bool = Field(True, description="write scalars through Megatron's own writers")
 
 
+class Checkpoint(Section):
+    """How checkpoints are proven, and which one a run resumes from."""
+
+    manifest: bool = Field(True, description="write a manifest and a completion marker, and load nothing without them")
+    threads: int = Field(4, ge=1, description="files that a rank hashes at once; memory: 4 MiB each")
+    strict: bool = Field(False, description="a corrupt checkpoint stops the run; else the next older good one is used")
+    allow_fresh_start: bool = Field(False, description="train from the start where --load holds no checkpoint")
+    allow_unverified: bool = Field(False, description="load a checkpoint that was saved without a manifest")
+    allow_partial_load: bool = Field(False, description="let Megatron repeat a failed strict load with strict=False")
+    allow_changes: tuple[str, ...] = Field(
+        (), description="arguments that may differ from the checkpoint's, e.g. lr,train_iters"
+    )
+    keep: int = Field(0, ge=0, description="complete checkpoints kept, suspect ones aside; 0: all")
+    suspect_steps: int = Field(0, ge=0, description="a halt marks checkpoints of so many steps before it as suspect")
+
+    @field_validator("allow_changes", mode="before")
+    @classmethod
+    def _names(cls, value: Any) -> Any:
+        return tuple(name.strip() for name in value.split(",") if name.strip()) if isinstance(value, str) else value
+
+
 class StabilityConfig(Section):
     """The whole tree."""
 
@@ -55,6 +76,7 @@ class StabilityConfig(Section):
     observe: Observe = Observe()
     qk_clip: QKClip = QKClip()
     record: Record = Record()
+    checkpoint: Checkpoint = Checkpoint()
 
     @field_validator("mode", mode="before")
     @classmethod

@@ -72,8 +72,31 @@ def refuse_what_cannot_work(config: tree.StabilityConfig, args: Namespace) -> No
             "--stability-decide-rules asks for a rewind, which this version can't carry out in a running job; use "
             "halt, or --stability-mode observe to see when it would"
         )
+    if config.checkpoint.manifest:
+        refuse_unproven_checkpoints(args)
     if getattr(args, "optimizer_cuda_graph", False):
         raise UsageError(
             "--optimizer-cuda-graph with --stability-mode other than off: a captured optimizer step can't be withheld; "
             "drop the flag, or use --stability-mode off"
+        )
+
+
+def refuse_unproven_checkpoints(args: Namespace) -> None:
+    """Raise for kinds of checkpoints that no manifest covers, or that Megatron deletes without asking what is good.
+
+    Args:
+        args: Megatron's validated arguments.
+
+    Raises:
+        UsageError: names the flag and the way out.
+    """
+    if getattr(args, "non_persistent_ckpt_type", None) is not None:
+        raise UsageError(
+            f"--non-persistent-ckpt-type {args.non_persistent_ckpt_type}: such checkpoints are loaded without a "
+            "manifest; drop the flag, or give --stability-checkpoint-manifest false"
+        )
+    if getattr(args, "save_retain_interval", None) is not None:
+        raise UsageError(
+            "--save-retain-interval: deletes checkpoints whether or not a newer one is good; use "
+            "--stability-checkpoint-keep, or give --stability-checkpoint-manifest false"
         )

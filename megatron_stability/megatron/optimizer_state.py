@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import ChainedOptimizer
 
 
@@ -90,6 +92,37 @@ class ScaledGroups:
         while self._kept:
             group, key, value = self._kept.pop()
             group[key] = value
+
+
+def give_empty_state(optimizer: Any) -> None:
+    """Let a fresh distributed optimizer over torch's Adam describe itself to a load.
+
+    Without Apex and TE, `DistributedOptimizer.state_dict` reads the step from the moments, which Adam makes in its
+    first step only (`core/optimizer/distrib_optimizer.py`), so that a `torch_dist` load fails. The load overwrites the
+    moments; the step is `restore_step`'s.
+    """
+    for inner in _torch_adams(optimizer):
+        for parameter in (p for group in inner.param_groups for p in group["params"] if not inner.state[p]):
+            inner.state[parameter] = {
+                "step": torch.zeros(()),
+                "exp_avg": torch.zeros_like(parameter),
+                "exp_avg_sq": torch.zeros_like(parameter),
+            }
+
+
+def restore_step(optimizer: Any) -> None:
+    """After a load, put Adam's step where torch keeps it: Megatron puts it in the parameter groups, where Apex does."""
+    for inner in _torch_adams(optimizer):
+        for group in inner.param_groups:
+            for parameter in group["params"] if "step" in group else ():
+                inner.state[parameter]["step"].fill_(group["step"])
+
+
+def _torch_adams(optimizer: Any) -> Iterator[torch.optim.Optimizer]:
+    for one in getattr(optimizer, "chained_optimizers", [optimizer]):
+        inner = getattr(one, "optimizer", None)
+        if isinstance(one, DistributedOptimizer) and isinstance(inner, torch.optim.Adam | torch.optim.AdamW):
+            yield inner
 
 
 def has_no_norm_of_its_own(optimizer: Any) -> bool:

@@ -29,6 +29,7 @@ from megatron_stability.config import StabilityConfig
 from megatron_stability.decide.policy import TablePolicy
 from megatron_stability.errors import EXIT_HALTED, UsageError
 from megatron_stability.megatron import install_digest, optimizer_state, weight_hooks
+from megatron_stability.megatron.checkpoint import Checkpoints
 from megatron_stability.megatron.model import init
 from megatron_stability.megatron.model.loss import HeadLoss, LogZHook, real_vocab_size
 from megatron_stability.megatron.sinks import MegatronWriters
@@ -60,6 +61,7 @@ class Runtime:
         """
         assert config.mode != "off", "mode off installs no runtime"
         self.config = config
+        self.checkpoints = Checkpoints(config, args)
         self._args = args
         self.sinks: list[Sink] = []
         self._ledger: Ledger | None = None
@@ -109,6 +111,7 @@ class Runtime:
         """Collective: ranks compare what is installed, then the ledger opens at the resumed step."""
         args = self._args
         del opt_param_scheduler
+        self.checkpoints.train_begins(model, optimizer)
         device = torch.device("cuda", torch.cuda.current_device()) if _on_gpu() else torch.device("cpu")
         group = dist.group.WORLD
         self.model, self.optimizer = model, optimizer
@@ -173,7 +176,8 @@ class Runtime:
         return Path(self._args.save or ".") / "stability"
 
     def close(self) -> None:
-        """Close the ledger."""
+        """Wait for a checkpoint that is being completed, and close the ledger."""
+        self.checkpoints.close()
         if self._ledger is not None:
             self._note_samples_that_megatron_passed_over()
             self._ledger.close()
@@ -238,6 +242,7 @@ class Runtime:
     def exit_after_step(self, should_checkpoint: bool, should_exit: bool, exit_code: int) -> tuple[bool, bool, int]:
         """A halt leaves the loop before the step is counted; the last good checkpoint stays the newest."""
         if self._step is not None and self._step[1].action is Action.HALT:
+            self.checkpoints.halted(self._step[0].step, self._step[1].reason)
             return False, True, EXIT_HALTED
         return should_checkpoint, should_exit, exit_code
 
@@ -254,11 +259,13 @@ class Runtime:
         """One JSON string: equal on all ranks, and nothing that a weights_only load refuses."""
         scales = {action.value: scale.state_dict() for action, scale in self._scales.items()}
         state_dict[STATE_KEY] = json.dumps(self._pipeline.state_dict() | {"scales": scales}, allow_nan=False)
+        self.checkpoints.add_state(state_dict)
         if self._ledger is not None:
             self._ledger.flush()
 
     def load_checkpoint_state(self, state_dict: dict[str, Any]) -> None:
         """Baselines and budgets go on where they were; a checkpoint without them is said, not assumed."""
+        self.checkpoints.load_state(state_dict)
         state = state_dict.get(STATE_KEY)
         if state is None:
             print_rank_last("> megatron-stability: the checkpoint has no detector state; baselines start afresh")

@@ -145,3 +145,33 @@ def load_checkpoint_state(state_dict: dict[str, Any]) -> None:
     """`training/checkpointing.py load_checkpoint`: the inverse."""
     if _runtime is not None:
         _runtime.load_checkpoint_state(state_dict)
+
+
+def checkpoint_saved(save_dir: str, iteration: int, async_save_request: Any) -> None:
+    """`training/checkpointing.py save_checkpoint`, after the last rank has written, or the request to. Collective."""
+    if _runtime is not None:
+        _runtime.checkpoints.saved(save_dir, iteration, async_save_request)
+
+
+def moves_tracker() -> bool:
+    """`save_checkpoint`: whether the tracker file is the plugin's to move."""
+    return _runtime is not None and _runtime.checkpoints.moves_tracker()
+
+
+def load_begins(load_dir: str | None, optimizer: Any) -> None:
+    """`training/checkpointing.py load_checkpoint`, before anything is read. Collective."""
+    if _runtime is not None:
+        with _one_sentence(_runtime.rank):
+            _runtime.checkpoints.load_begins(load_dir, optimizer)
+
+
+def strict_load_failed(error: Exception) -> None:
+    """`load_checkpoint`, where Megatron is about to repeat a failed strict load with strict=False."""
+    if _runtime is not None:
+        with _one_sentence(0):  # a rank fails alone here, so each says why
+            _runtime.checkpoints.strict_load_failed(error)
+
+
+def failed_load_code() -> int | None:
+    """`load_checkpoint` and what it calls: the exit code of a load that failed; Megatron's own is None, so 0."""
+    return None if _runtime is None else 1

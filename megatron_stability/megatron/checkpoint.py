@@ -1,0 +1,268 @@
+"""Megatron's checkpoints, proven: what a save is completed with, and what a load is checked for.
+
+A save: Megatron writes, then every rank hashes what it wrote, rank 0 writes manifest and marker, and only then moves
+the tracker file. An asynchronous save does the same in a thread of each rank, once Megatron says that all bytes are
+written; the ranks meet in files of the checkpoint's folder, since a thread can't join a collective.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from argparse import Namespace
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from megatron.training import print_rank_0
+
+from megatron_stability.config import StabilityConfig
+from megatron_stability.errors import UsageError
+from megatron_stability.megatron import install_digest, optimizer_state, rank_state, resume, training_args
+from megatron_stability.record import generations, manifest
+from megatron_stability.record.manifest import FileEntry, Manifest
+
+SHARES_WAIT_S = 1800.0  # how long rank 0's thread waits for the other ranks' threads
+_SHARE = ".stability-share-{rank}.json"
+
+
+class Checkpoints:
+    """One a rank; `seams.py` says where each method is called from."""
+
+    def __init__(self, config: StabilityConfig, args: Namespace) -> None:
+        """Takes the validated tree and Megatron's arguments, which it reads at every save and load."""
+        self._config, self._args = config, args
+        self._model: list[Any] = []
+        self._optimizer: Any = None
+        self._states: tuple[str, ...] = ()
+        self._bad_tensor: str | None = None
+        self._hashes: dict[str, str] | None = None
+        self._completing: ThreadPoolExecutor | None = None
+        self._resumed: Manifest | None = None  # of the checkpoint that is being loaded
+        self._ckpt_step: Any = None
+        self._loaded_rank_state: dict[str, Any] | None = None
+        self._loaded = False
+
+    @property
+    def _on(self) -> bool:
+        return self._config.checkpoint.manifest
+
+    # --- save -------------------------------------------------------------------------------------------------------
+
+    def add_state(self, state_dict: dict[str, Any]) -> None:
+        """`generate_state_dict`: this rank's state, or where a load asks for the template, a place for it."""
+        if not self._on:
+            return
+        if "iteration" not in state_dict:  # Megatron builds the template of a load
+            if self._rank_state_fits():
+                state_dict[rank_state.KEY] = rank_state.sharded({})
+            return
+        folder = generations.folder_of(Path(self._args.save), state_dict["iteration"])
+        if dist.get_rank() == 0 and folder.is_dir():
+            generations.set_aside(folder)
+            manifest.begin(folder)
+        prints = rank_state.measure(self._model, self._optimizer) if self._model else {}
+        self._bad_tensor = next((name for name, each in prints.items() if not each.finite), None)
+        if self._args.ckpt_format == "torch_dist":
+            data = {"generators": rank_state.generators(), "tensors": rank_state.packed(prints)}
+            state_dict[rank_state.KEY] = rank_state.sharded(data)
+        self._states = tuple(sorted(set(state_dict) - {"args", "iteration", "checkpoint_version"}))
+
+    def saved(self, save_dir: str, iteration: int, request: Any) -> None:
+        """`save_checkpoint`, after the last rank has written, or with the request of an async save. Collective."""
+        if not self._on:
+            return
+        folder = generations.folder_of(Path(save_dir), iteration)
+        draft = self._draft(iteration)
+        if request is None:
+            self._complete_now(folder, draft)
+        else:
+            request.add_finalize_fn(partial(self._complete_later, folder, draft, self._bad_tensor))
+
+    def moves_tracker(self) -> bool:
+        """Whether the tracker file is ours to move: it names a step only after that step's marker."""
+        return self._on
+
+    def close(self) -> None:
+        """Wait for a completion that still runs."""
+        if self._completing is not None:
+            self._completing.shutdown(wait=True)
+            self._completing = None
+
+    def halted(self, step: int, reason: str) -> None:
+        """Mark what was saved in the last `suspect_steps` steps before a halt."""
+        window = self._config.checkpoint.suspect_steps
+        if not (self._on and window and self._args.save and dist.get_rank() == 0):
+            return
+        for each in generations.candidates(Path(self._args.save)):
+            if each.step > step - window:
+                generations.mark_suspect(each.folder, f"saved {step - each.step} steps before a halt: {reason}")
+                print_rank_0(f"> megatron-stability: {each.folder.name} is marked suspect")
+
+    def _draft(self, step: int) -> Manifest:
+        args = self._args
+        if self._hashes is None and dist.get_rank() == 0:
+            self._hashes = training_args.hashes(args, self._config)
+        return Manifest(
+            step=step,
+            samples=args.consumed_train_samples,
+            tokens=args.consumed_train_samples * args.seq_length,
+            layout=rank_state.layout_of(args),
+            versions=install_digest.versions(),
+            hashes=self._hashes or {},
+            training=training_args.training(args),
+            states=self._states,
+        )
+
+    def _hash_share(self, folder: Path) -> dict[str, FileEntry]:
+        names = manifest.share(manifest.file_names(folder), dist.get_rank(), dist.get_world_size())
+        return manifest.hash_files(folder, names, threads=self._config.checkpoint.threads, sync=True)
+
+    def _complete_now(self, folder: Path, draft: Manifest) -> None:
+        share, failure = _attempt(lambda: self._hash_share(folder))
+        shares: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(shares, (share, failure, self._bad_tensor))
+        failure = next((each for _, each, _ in shares if each is not None), None)
+        if dist.get_rank() == 0:
+            files = {name: entry for part, _, _ in shares for name, entry in (part or {}).items()}
+            bad = next((name for _, _, name in shares if name is not None), None)
+            if failure is None:
+                _, failure = _attempt(lambda: self._finish(folder, draft.model_copy(update={"files": files}), bad))
+            self._tell(folder, failure)
+
+    def _complete_later(self, folder: Path, draft: Manifest, bad_tensor: str | None) -> None:
+        if self._completing is None:
+            self._completing = ThreadPoolExecutor(1, thread_name_prefix="checkpoint completion")
+        self._completing.submit(self._complete_in_thread, folder, draft, bad_tensor, dist.get_rank())
+
+    def _complete_in_thread(self, folder: Path, draft: Manifest, bad_tensor: str | None, rank: int) -> None:
+        share, failure = _attempt(lambda: self._hash_share(folder))
+        entries = {name: entry.model_dump() for name, entry in (share or {}).items()}
+        text = json.dumps({"files": entries, "failure": failure, "bad_tensor": bad_tensor}).encode()
+        _, unwritten = _attempt(lambda: manifest.write_atomically(folder / _SHARE.format(rank=rank), text))
+        if rank == 0:
+            _, failure = _attempt(lambda: self._gather(folder, draft)) if unwritten is None else (None, unwritten)
+            self._tell(folder, failure)
+        elif unwritten is not None:
+            self._tell(folder, unwritten)
+
+    def _gather(self, folder: Path, draft: Manifest) -> None:
+        """Rank 0's thread: every rank's share, then the manifest."""
+        paths = [folder / _SHARE.format(rank=rank) for rank in range(draft.layout["world_size"])]
+        deadline = time.monotonic() + SHARES_WAIT_S
+        while not all(path.exists() for path in paths):
+            if time.monotonic() > deadline:
+                raise UsageError(f"{next(p for p in paths if not p.exists())} did not come in {SHARES_WAIT_S:g} s")
+            time.sleep(0.02)
+        shares = [json.loads(path.read_bytes()) for path in paths]
+        for path in paths:
+            path.unlink()
+        failure = next((share["failure"] for share in shares if share["failure"]), None)
+        if failure is not None:
+            raise UsageError(failure)
+        files = {name: FileEntry(**entry) for share in shares for name, entry in share["files"].items()}
+        bad = next((share["bad_tensor"] for share in shares if share["bad_tensor"]), None)
+        self._finish(folder, draft.model_copy(update={"files": files}), bad)
+
+    def _finish(self, folder: Path, whole: Manifest, bad_tensor: str | None) -> None:
+        """Manifest, marker, tracker, retention, in this order."""
+        if bad_tensor is not None:
+            generations.mark_suspect(folder, f"{bad_tensor} held NaN or Inf when it was saved")
+        manifest.write(folder, whole)
+        if bad_tensor is not None:
+            raise UsageError(f"{bad_tensor} holds NaN or Inf; the checkpoint is kept as suspect")
+        generations.write_tracker(folder.parent, whole.step)
+        if self._config.checkpoint.keep:
+            for gone in generations.retire(folder.parent, self._config.checkpoint.keep):
+                print(f"> megatron-stability: {gone.name} was deleted (--stability-checkpoint-keep)", flush=True)
+
+    def _tell(self, folder: Path, failure: str | None) -> None:
+        if failure is not None:
+            print(f"> megatron-stability: {folder.name} does not count as a checkpoint: {failure}", flush=True)
+
+    # --- load -------------------------------------------------------------------------------------------------------
+
+    def load_begins(self, load_dir: str | None, optimizer: Any) -> None:
+        """`load_checkpoint`, before anything is read: choose and verify. Collective.
+
+        Raises:
+            UsageError: on every rank alike; names the folder, file or argument and the way out.
+        """
+        if not self._on or load_dir is None:
+            return
+        self._ckpt_step = getattr(self._args, "ckpt_step", None)
+        self._resumed = resume.choose(Path(load_dir), self._args, self._config.checkpoint)
+        if self._resumed is None:
+            return
+        optimizer_state.give_empty_state(optimizer)
+        self._hashes = resume.from_rank_0(lambda: training_args.hashes(self._args, self._config))
+        if not self._args.finetune:
+            resume.refuse_changes(self._resumed, self._args, self._hashes, self._config.checkpoint)
+        self._args.ckpt_step = self._resumed.step
+
+    def load_state(self, state_dict: dict[str, Any]) -> None:
+        """`load_checkpoint`, once the state dict is read."""
+        if not self._on:
+            return
+        self._args.ckpt_step = self._ckpt_step
+        self._loaded = True
+        self._loaded_rank_state = state_dict.pop(rank_state.KEY, None)
+
+    def strict_load_failed(self, error: Exception) -> None:
+        """A strict load of a module failed, and Megatron is about to go on with what fitted.
+
+        Raises:
+            UsageError: names the way out; not where partial loads are allowed.
+        """
+        if not self._config.checkpoint.allow_partial_load:
+            reason = " ".join(str(error).split())
+            raise UsageError(
+                f"--load: the checkpoint does not fit the model ({reason[:400]}); mend the model's arguments, or give "
+                "--stability-checkpoint-allow-partial-load true to leave what is missing at its initial values"
+            )
+
+    def train_begins(self, model: list[Any], optimizer: Any) -> None:
+        """After the load and before the first step: what was loaded is judged, generators go on. Collective.
+
+        Raises:
+            UsageError: on every rank alike; names the rank and tensor.
+        """
+        self._model, self._optimizer = model, optimizer
+        if not self._on:
+            return
+        if self._loaded:
+            optimizer_state.restore_step(optimizer)
+        prints = rank_state.measure(model, optimizer) if self._loaded else rank_state.measure(model, None)
+        state = self._loaded_rank_state or {}
+        saved = state.get("tensors") if self._args.save is not None or state else None
+        here = rank_state.complaint(prints, saved) if self._loaded else None
+        replicas = rank_state.check_replicas(model, prints)
+        rank_state.agree(here or replicas)
+        if "generators" in state:
+            rank_state.restore_generators(state["generators"])
+        elif self._loaded and self._resumed is not None and not self._args.finetune:
+            print_rank_0(
+                "> megatron-stability: random generators are not those of the checkpoint (another layout, or "
+                "--no-load-rng): the run goes on with the same samples, but not bit for bit"
+            )
+        self._loaded_rank_state = None
+
+    def _rank_state_fits(self) -> bool:
+        """Whether the checkpoint that is being loaded has a state of this rank that a load should take."""
+        if self._resumed is None or self._args.finetune or self._args.no_load_rng or self._args.no_load_optim:
+            return False
+        same = self._resumed.layout == rank_state.layout_of(self._args)
+        return same and rank_state.KEY in self._resumed.states
+
+
+def _attempt[T](work: Callable[[], T]) -> tuple[T | None, str | None]:
+    """The result, or what went wrong with a file: a full disk ends this checkpoint, not the run."""
+    try:
+        return work(), None
+    except OSError as error:
+        return None, f"{error.filename or 'a file'}: {error.strerror or error}"
+    except UsageError as error:
+        return None, str(error)

@@ -1,0 +1,186 @@
+"""What a rank keeps for itself in a checkpoint: its random generators, and what its tensors looked like.
+
+Megatron saves one generator state for each pipeline × tensor rank, from data-parallel rank 0 (unless
+--data-parallel-random-init), and restores it before the data iterators are built, which draw from it again. Here every
+rank's is saved, and it is restored right before the first step.
+"""
+
+from __future__ import annotations
+
+import random
+from argparse import Namespace
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.dist_checkpointing.mapping import ShardedObject
+
+from megatron_stability.errors import UsageError
+from megatron_stability.observe.fingerprint import Fingerprint, combined, fingerprints
+
+KEY = "megatron_stability_rank"
+
+
+def sharded(data: dict[str, Any]) -> ShardedObject:
+    """This rank's part of an object with one shard a rank (`torch_dist` format)."""
+    return ShardedObject(f"{KEY}.state", data, (dist.get_world_size(),), (dist.get_rank(),), replica_id=0)
+
+
+# --- generators -------------------------------------------------------------------------------------------------------
+
+
+def generators() -> dict[str, Any]:
+    """Host generators (Python, NumPy, torch), the device's, and Megatron's tracker; primitives and tensors only."""
+    kind, keys, position, has_gauss, gauss = np.random.get_state()
+    tracker = tensor_parallel.get_cuda_rng_tracker().get_states()
+    return {
+        "python": random.getstate(),
+        "numpy": (str(kind), torch.from_numpy(np.asarray(keys).astype(np.int64)), position, has_gauss, gauss),
+        "torch": torch.get_rng_state(),
+        "device": torch.cuda.get_rng_state(),
+        "tracker": {name: tensor_parallel.convert_cuda_rng_state(state) for name, state in tracker.items()},
+    }
+
+
+def restore_generators(state: dict[str, Any]) -> None:
+    """The inverse of `generators`."""
+    version, internal, gauss_next = state["python"]
+    random.setstate((version, tuple(internal), gauss_next))
+    kind, keys, position, has_gauss, gauss = state["numpy"]
+    np.random.set_state((kind, keys.numpy().astype(np.uint32), position, has_gauss, gauss))
+    torch.set_rng_state(state["torch"].cpu())
+    torch.cuda.set_rng_state(state["device"].cpu())
+    tracker = tensor_parallel.get_cuda_rng_tracker()
+    graphable = tensor_parallel.is_graph_safe_cuda_rng_tracker(tracker)
+    tracker.set_states(
+        {
+            name: tensor_parallel.convert_cuda_rng_state(saved.cpu(), to_graphable=graphable)
+            for name, saved in state["tracker"].items()
+        }
+    )
+
+
+# --- tensors ----------------------------------------------------------------------------------------------------------
+
+
+def weights(model: list[Any]) -> Iterator[tuple[str, torch.Tensor]]:
+    """This rank's parameters by name; of an FP8 parameter the codes."""
+    for number, chunk in enumerate(model):
+        for name, parameter in chunk.named_parameters():
+            codes = getattr(parameter, "_data", None)
+            yield f"model{number}.{name}", codes if isinstance(codes, torch.Tensor) else parameter
+
+
+def optimizer_tensors(optimizer: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """This rank's master weights and moments, named by their place in the optimizer."""
+    for number, one in enumerate(getattr(optimizer, "chained_optimizers", [optimizer])):
+        inner = getattr(one, "optimizer", None)
+        for index, group in enumerate(inner.param_groups if inner is not None else ()):
+            for place, parameter in enumerate(group["params"]):
+                name = f"optimizer{number}.group{index}.{place}"
+                yield f"{name}.weight", parameter
+                moments = one.optimizer.state.get(parameter, {})
+                for key in sorted(k for k, v in moments.items() if isinstance(v, torch.Tensor)):
+                    yield f"{name}.{key}", moments[key]
+
+
+def measure(model: list[Any], optimizer: Any) -> dict[str, Fingerprint]:
+    """Fingerprints of this rank's weights and optimizer state."""
+    return fingerprints([*weights(model), *optimizer_tensors(optimizer)])
+
+
+def packed(prints: dict[str, Fingerprint]) -> dict[str, tuple[int, float]]:
+    """As primitives, for a checkpoint."""
+    return {name: (each.bits, each.amax) for name, each in prints.items()}
+
+
+def complaint(prints: dict[str, Fingerprint], saved: dict[str, tuple[int, float]] | None) -> str | None:
+    """What speaks against this rank's loaded tensors.
+
+    Args:
+        prints: of what was loaded.
+        saved: `packed` when it was saved, by the same rank of the same layout; None: not known.
+
+    Returns:
+        One sentence on the first bad tensor, or None.
+    """
+    for name, each in prints.items():
+        if not each.finite:
+            return f"{name} holds NaN or Inf after the load"
+        if saved is None or name not in saved:
+            continue
+        was_bits, was_amax = saved[name]
+        if each.amax > was_amax:
+            return (
+                f"{name} has a largest magnitude of {each.amax:.6g} after the load, and had {was_amax:.6g} when saved"
+            )
+        if each.bits != was_bits:
+            return f"{name} differs in its bits from what was saved"
+    missing = sorted(set(saved or ()) - set(prints))
+    return f"{missing[0]} was saved and is not there after the load" if missing else None
+
+
+def check_replicas(model: list[Any], prints: dict[str, Fingerprint]) -> str | None:
+    """Collective: weights must be equal to the bit over data-parallel replicas, experts over theirs.
+
+    Args:
+        model: Megatron's chunks.
+        prints: of `weights(model)`; others in it are ignored.
+
+    Returns:
+        One sentence that names the ranks whose weights differ from their group's first, or None; not the same on all.
+    """
+    expert = {
+        f"model{number}.{name}"
+        for number, chunk in enumerate(model)
+        for name, parameter in chunk.named_parameters()
+        if not getattr(parameter, "allreduce", True)  # Megatron marks expert parameters so
+    }
+    mine = [
+        combined(each for name, each in prints.items() if name.startswith("model") and (name in expert) is chosen)
+        for chosen in (False, True)
+    ]
+    groups = (
+        parallel_state.get_data_parallel_group(with_context_parallel=True),
+        parallel_state.get_expert_data_parallel_group(),
+    )
+    found = None
+    for kind, value, group in zip(("weights", "expert weights"), mine, groups, strict=True):
+        device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else None
+        own = torch.tensor([value], dtype=torch.int64, device=device)
+        everyone = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(everyone, own, group=group)
+        values = [int(each) for each in everyone]
+        if found is None and len(set(values)) > 1:
+            ranks = dist.get_process_group_ranks(group)
+            differ = [str(rank) for rank, each in zip(ranks, values, strict=True) if each != values[0]]
+            found = f"{kind} of rank {', '.join(differ)} differ from those of rank {ranks[0]}, their replica"
+    return found
+
+
+def agree(complaint_here: str | None) -> None:
+    """Collective: a complaint of one rank ends all.
+
+    Args:
+        complaint_here: one sentence, or None.
+
+    Raises:
+        UsageError: on every rank alike, with the first rank's sentence.
+    """
+    answers: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(answers, complaint_here)
+    for rank, answer in enumerate(answers):
+        if answer is not None:
+            raise UsageError(f"rank {rank}: {answer}")
+
+
+def layout_of(args: Namespace) -> dict[str, int]:
+    """World size and the sizes that decide which rank holds what."""
+    names = (
+        *("world_size", "tensor_model_parallel_size", "pipeline_model_parallel_size", "data_parallel_size"),
+        *("context_parallel_size", "expert_model_parallel_size", "virtual_pipeline_model_parallel_size"),
+    )
+    return {name: int(getattr(args, name, None) or 1) for name in names}

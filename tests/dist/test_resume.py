@@ -1,0 +1,171 @@
+"""Which checkpoint a run resumes from, judged by two ranks together; no training."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_stability.errors import UsageError
+from megatron_stability.record import generations, manifest
+from megatron_stability.record.manifest import Manifest
+from tests.dist.pool import Context, Pool
+
+pytestmark = pytest.mark.megatron
+TRAINING = {"lr": 0.001, "seed": 1, "data_path": ["a"]}
+
+
+def make(root: Path, step: int, hashes: dict[str, str] | None = None) -> Path:
+    folder = generations.folder_of(root, step)
+    folder.mkdir(parents=True)
+    for name in ("__0_0.distcp", "__1_0.distcp", "common.pt", ".metadata"):
+        (folder / name).write_bytes(f"{step} {name}".encode() * 100)
+    files = manifest.hash_files(folder, manifest.file_names(folder))
+    manifest.write(
+        folder,
+        Manifest(step=step, samples=step, tokens=step, files=files, training=TRAINING, hashes=hashes or {}),
+    )
+    return folder
+
+
+def choose(context: Context, root: str, settings: dict[str, Any], args: dict[str, Any]) -> Any:
+    from megatron_stability.config import Checkpoint
+    from megatron_stability.megatron import resume
+
+    known = {"save": root, "ckpt_step": None} | args
+    try:
+        chosen = resume.choose(Path(root), Namespace(**known), Checkpoint(**settings))
+    except UsageError as error:
+        return str(error)
+    return None if chosen is None else chosen.step
+
+
+def ask(pool: Pool, root: Path, settings: dict[str, Any] | None = None, **args: Any) -> Any:
+    """What both ranks say; it must be the same."""
+    first, second = pool.run(choose, str(root), settings or {}, args, world=2, timeout=60)
+    assert first == second
+    return first
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("file", ["__0_0.distcp", "__1_0.distcp", ".metadata", manifest.MANIFEST])
+def test_the_next_older_is_used_where_a_file_of_either_rank_is_bad(
+    patched_ranks: Pool, tmp_path: Path, file: str
+) -> None:
+    make(tmp_path, 5)
+    flip(make(tmp_path, 10) / file)
+    generations.write_tracker(tmp_path, 10)
+    assert ask(patched_ranks, tmp_path) == 5
+    assert generations.read_tracker(tmp_path) == 5
+    assert file in ask(patched_ranks, tmp_path, {"strict": True})
+
+
+def test_a_tracker_that_says_nothing_is_mended_and_a_suspect_passed_over(patched_ranks: Pool, tmp_path: Path) -> None:
+    make(tmp_path, 5)
+    generations.mark_suspect(make(tmp_path, 10), "NaN")
+    (tmp_path / generations.TRACKER).write_text("garbage")
+    assert ask(patched_ranks, tmp_path) == 5
+    assert generations.read_tracker(tmp_path) == 5
+
+
+def test_a_step_that_is_asked_for_is_not_replaced_by_another(patched_ranks: Pool, tmp_path: Path) -> None:
+    make(tmp_path, 5)
+    flip(make(tmp_path, 10) / "common.pt")
+    generations.write_tracker(tmp_path, 5)
+    assert ask(patched_ranks, tmp_path, ckpt_step=5) == 5
+    assert "common.pt" in ask(patched_ranks, tmp_path, ckpt_step=10)
+    assert "no checkpoint there" in ask(patched_ranks, tmp_path, ckpt_step=7)
+
+
+def test_missing_or_empty_stops_unless_a_fresh_start_is_allowed(patched_ranks: Pool, tmp_path: Path) -> None:
+    for root in (tmp_path / "missing", tmp_path):
+        assert "--stability-checkpoint-allow-fresh-start" in ask(patched_ranks, root)
+        assert ask(patched_ranks, root, {"allow_fresh_start": True}) is None
+    (make(tmp_path, 5) / manifest.MARKER).unlink()  # killed in its first save
+    assert "is incomplete" in ask(patched_ranks, tmp_path)
+    assert ask(patched_ranks, tmp_path, {"allow_fresh_start": True}) is None
+    generations.write_tracker(tmp_path, 5)  # but where a tracker points at it, Megatron would load it
+    assert "is incomplete" in ask(patched_ranks, tmp_path, {"allow_fresh_start": True})
+    assert ask(patched_ranks, tmp_path, {"allow_unverified": True}) is None
+    shutil.rmtree(tmp_path / "iter_0000005")
+    flip(make(tmp_path, 5) / "common.pt")
+    assert "common.pt" in ask(patched_ranks, tmp_path, {"allow_unverified": True, "allow_fresh_start": True})
+
+
+def refuse(context: Context, now: dict[str, Any], hashes: dict[str, str], allowed: tuple[str, ...]) -> str | None:
+    from megatron_stability.config import Checkpoint
+    from megatron_stability.megatron import resume
+
+    saved = Manifest(step=5, samples=5, tokens=5, training=TRAINING, hashes={"dataset": "a" * 32, "code": "c"})
+    try:
+        resume.refuse_changes(saved, Namespace(**now), hashes, Checkpoint(allow_changes=allowed))
+    except UsageError as error:
+        return str(error)
+    return None
+
+
+def test_changes_are_listed_and_refused_unless_named(patched_ranks: Pool) -> None:
+    same = {"dataset": "a" * 32, "code": "c"}
+
+    def ask_one(now: dict[str, Any], hashes: dict[str, str] = same, allowed: tuple[str, ...] = ()) -> str | None:
+        return patched_ranks.run(refuse, TRAINING | now, hashes, allowed, world=1)[0]
+
+    assert ask_one({}) is None
+    said = ask_one({"lr": 0.002, "seed": 2})
+    assert said is not None
+    assert re.search(r"lr 0\.001 -> 0\.002; seed 1 -> 2; .*allow-changes lr,seed$", said)
+    assert "seed" in (ask_one({"lr": 0.002, "seed": 2}, allowed=("lr",)) or "")
+    assert ask_one({"lr": 0.002, "seed": 2}, allowed=("lr", "seed")) is None
+    assert "dataset" in (ask_one({}, {"dataset": "b" * 32, "code": "c"}) or "")
+
+
+def judge(context: Context) -> dict[str, Any]:
+    """Post-load checks on one linear layer, healthy and hurt; and generators there and back."""
+    import torch
+
+    context.megatron()
+    from megatron_stability.megatron import rank_state
+
+    torch.manual_seed(0)
+    model = [torch.nn.Linear(8, 8)]
+    prints = rank_state.measure(model, None)
+    saved = rank_state.packed(prints)
+    said = {"healthy": rank_state.complaint(prints, saved), "replicas": rank_state.check_replicas(model, prints)}
+    state = rank_state.generators()
+    drawn = [torch.rand(3), torch.cuda.FloatTensor(3).uniform_()]
+    rank_state.restore_generators(state)
+    again = [torch.rand(3), torch.cuda.FloatTensor(3).uniform_()]
+    said["generators"] = all(torch.equal(one, two) for one, two in zip(drawn, again, strict=True))
+    with torch.no_grad():
+        weight = model[0].weight.view(-1)
+        if context.rank == 1:
+            weight[3] += 1e-6
+    hurt = rank_state.measure(model, None)
+    said["one bit"], said["other replica"] = rank_state.complaint(hurt, saved), rank_state.check_replicas(model, hurt)
+    with torch.no_grad():
+        weight[0] = 100.0
+        said["range"] = rank_state.complaint(rank_state.measure(model, None), saved)
+        weight[0] = float("nan")
+        said["nan"] = rank_state.complaint(rank_state.measure(model, None), None)
+    return said
+
+
+def test_loaded_tensors_are_checked_against_what_was_saved_and_against_replicas(patched_ranks: Pool) -> None:
+    first, second = patched_ranks.run(judge, world=2)
+    assert first["healthy"] is first["replicas"] is first["one bit"] is None
+    assert first["generators"]
+    assert second["generators"]
+    assert second["one bit"] == "model0.weight differs in its bits from what was saved"
+    assert first["other replica"] == second["other replica"]
+    assert "weights of rank 1 differ from those of rank 0" in first["other replica"]
+    assert "100" in first["range"]
+    assert "NaN or Inf" in first["nan"]

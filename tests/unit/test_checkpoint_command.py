@@ -1,0 +1,102 @@
+"""`checkpoint` in the terminal and as JSON, its exit codes, and the drills' own honesty."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from checkpoint_maker import complete, save
+
+from megatron_stability.errors import UsageError
+from megatron_stability.record import checkpoint_command, drill, generations
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    complete(tmp_path, 5)
+    complete(tmp_path, 10)
+    generations.write_tracker(tmp_path, 10)
+    return tmp_path
+
+
+def run(capsys: pytest.CaptureFixture[str], *argv: object) -> tuple[int, dict]:
+    code = checkpoint_command.run([*map(str, argv), "--json"])
+    return code, json.loads(capsys.readouterr().out)
+
+
+def test_list_and_verify_a_good_folder(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for verb in ("list", "verify"):
+        code, document = run(capsys, verb, root)
+        assert code == 0
+        assert document["newest"] == document["tracker"] == 10
+        assert [each["state"] for each in document["checkpoints"]] == ["complete", "complete"]
+    assert checkpoint_command.run(["list", str(root)]) == 0
+    assert "iter_0000010 <- tracker" in capsys.readouterr().out
+
+
+def test_verify_names_the_bad_file_and_list_reads_no_bytes(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = root / "iter_0000010" / "common.pt"
+    data = bytearray(path.read_bytes())
+    data[100] ^= 4
+    path.write_bytes(data)
+    assert run(capsys, "list", root)[0] == 0
+    code, document = run(capsys, "verify", root)
+    assert code == 1
+    assert document["checkpoints"][0]["problems"][0]["file"] == "common.pt"
+    assert run(capsys, "verify", root / "iter_0000005")[0] == 0
+    assert run(capsys, "verify", root / "iter_0000010")[0] == 1
+
+
+def test_a_wrong_tracker_is_a_finding_and_repaired(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (root / generations.TRACKER).write_text("garbage")
+    assert run(capsys, "list", root)[0] == 1
+    code, document = run(capsys, "repair-tracker", root)
+    assert (code, document) == (1, {"before": "garbage", "now": 10, "changed": True})
+    assert run(capsys, "repair-tracker", root)[0] == 0
+
+
+def test_suspect_is_passed_over(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(capsys, "suspect", root / "iter_0000010", "--reason", "loss rose")[0] == 0
+    code, document = run(capsys, "list", root)
+    assert code == 1
+    assert document["newest"] == 5
+    assert document["checkpoints"][0]["reason"] == "loss rose"
+
+
+def test_every_drill_passes_and_the_checkpoints_are_untouched(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = {path: path.read_bytes() for path in root.rglob("*") if path.is_file()}
+    code, document = run(capsys, "drill", root)
+    assert code == 0, document
+    assert {each["drill"] for each in document["drills"]} == {"intact", "bad tracker", *drill.DAMAGES}
+    assert {path: path.read_bytes() for path in root.rglob("*") if path.is_file()} == before
+
+
+def test_a_drill_can_fail(root: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(drill.DAMAGES, "corrupt shard", lambda folder: "common.pt")  # damages nothing
+    code, document = run(capsys, "drill", root)
+    assert code == 1
+    assert [each["drill"] for each in document["drills"] if not each["passed"]] == ["corrupt shard"]
+
+
+def test_a_run_that_ends_badly_fails_its_drill(root: Path, tmp_path: Path) -> None:
+    work = tmp_path / "work"
+    work.mkdir()
+    outcome = drill.resume_drill(root, work, ["no-such-command"], nproc=None, timeout_s=60)
+    assert not outcome.passed
+    assert outcome.got == "exit code 2"
+
+
+@pytest.mark.parametrize("argv", [["list", "nowhere"], ["verify", "{empty}"], ["drill", "{empty}", "--nproc", "4"]])
+def test_bad_input_is_one_sentence(tmp_path: Path, argv: list[str]) -> None:
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UsageError):
+        checkpoint_command.run([word.format(empty=tmp_path / "empty") for word in argv])
+
+
+def test_an_unfinished_save_is_a_finding(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save(root, 15)
+    code, document = run(capsys, "list", root)
+    assert code == 1
+    assert document["checkpoints"][0]["state"] == "incomplete"
+    assert document["newest"] == 10
