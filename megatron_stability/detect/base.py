@@ -90,7 +90,9 @@ class BaselineDetector(ABC):
         self.relearn_after = relearn_after
         self.persistence = persistence
         self.run = 0  # suspicious finite values in a row
-        self._judged: tuple[StepRecord, float | None, Finding | None] | None = None  # a memo, no state
+        self._judged: StepRecord | None = None  # what `find` remembers: no state
+        self._value: float | None = None
+        self._finding: Finding | None = None
 
     @abstractmethod
     def value(self, record: StepRecord) -> float | None:
@@ -118,28 +120,29 @@ class BaselineDetector(ABC):
 
     def inspect(self, record: StepRecord) -> Verdict | None:
         """See `Detector.inspect`."""
-        value, finding = self._judge(record)
-        if finding is None or value is None:
+        finding = self.find(record)
+        if finding is None or self._value is None:
             return None
         shift = self.run + 1 == self.relearn_after
         tier = finding.tier or (Tier.WATCH if shift else None)
         if tier is None or not (shift or finding.at_once or self.run + 1 >= self.persistence):
             return None
-        reason = finding.reason
+        reason, threshold = finding.reason, finding.threshold
         if shift:
             reason += f"; level shift: {self.relearn_after} flags in a row, the baseline starts anew"
         return Verdict(
-            detector=self.name, tier=tier, step=record.step, value=value, threshold=finding.threshold, reason=reason
+            detector=self.name, tier=tier, step=record.step, value=self._value, threshold=threshold, reason=reason
         )
 
     def learn(self, record: StepRecord, verdict: Verdict | None, applied: bool) -> None:
         """See `Detector.learn`."""
-        judged = self._judged
-        value, finding = judged[1:] if judged is not None and judged[0] is record else self._judge(record)
-        self._judged = None
+        if self._judged is not record:
+            self.find(record)
+        self._judged = None  # the baseline is about to change
+        value = self._value
         if value is None:
             return
-        if finding is not None:
+        if self._finding is not None:
             self.run += 1
             if self.run >= self.relearn_after:
                 self.run = 0
@@ -165,16 +168,22 @@ class BaselineDetector(ABC):
         self.run = int(state["run"])
         self.load_baseline(state)
 
-    def _judge(self, record: StepRecord) -> tuple[float | None, Finding | None]:
-        value = self.value(record) if record.finite and record.tokens > 0 else None
-        finding = None
+    def find(self, record: StepRecord) -> Finding | None:
+        """What `judge` says of a finite step's value; remembered until `learn`, so that it is computed once a step."""
+        if self._judged is record:
+            return self._finding
+        self._judged, self._finding = record, None
+        value = self.value(record)
+        if value is not None and not (record.finite and record.tokens > 0):
+            value = None
+        self._value = value
         if value is not None:
             if abs(value) <= PLAUSIBLE:
-                finding = self.judge(value, record)
+                self._finding = self.judge(value, record)
             else:  # a NaN, against the record's contract, comes here as well
-                finding = Finding(Tier.LARGE, PLAUSIBLE, f"value {value:.3g} is beyond {PLAUSIBLE:.0e}", at_once=True)
-        self._judged = record, value, finding
-        return value, finding
+                reason = f"value {value:.3g} is beyond {PLAUSIBLE:.0e}"
+                self._finding = Finding(Tier.LARGE, PLAUSIBLE, reason, at_once=True)
+        return self._finding
 
 
 class WindowDetector(BaselineDetector):

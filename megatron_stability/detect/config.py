@@ -48,8 +48,8 @@ class Windowed(Switch):
 class LossSpike(Windowed):
     """Loss above mu + k sigma on PERSISTENCE steps in a row, or above mu + K_AT_ONCE sigma on one."""
 
-    k: float = Field(4.0, gt=0, description="standard deviations")
-    k_at_once: float = Field(8.0, gt=0, description="standard deviations that need no persistence")
+    k: float = Field(4.5, gt=0, description="standard deviations")
+    k_at_once: float = Field(12.0, gt=0, description="standard deviations that need no persistence")
     persistence: int = Field(2, ge=1, description="suspicious steps in a row before a verdict")
     sigma_floor: float = Field(0.005, gt=0, description="nats; a deviation below this counts as this")
 
@@ -57,8 +57,8 @@ class LossSpike(Windowed):
 class LossMad(Windowed):
     """Loss above median + k * 1.4826 * MAD: the same, blind to outliers within the window."""
 
-    k: float = Field(5.0, gt=0, description="robust standard deviations")
-    k_at_once: float = Field(9.0, gt=0, description="robust standard deviations that need no persistence")
+    k: float = Field(6.0, gt=0, description="robust standard deviations")
+    k_at_once: float = Field(14.0, gt=0, description="robust standard deviations that need no persistence")
     persistence: int = Field(2, ge=1, description="suspicious steps in a row before a verdict")
     sigma_floor: float = Field(0.005, gt=0, description="nats; a deviation below this counts as this")
 
@@ -67,7 +67,10 @@ class LossDelta(Windowed):
     """Median of the last SMOOTH losses, in nats above the mean of accepted ones."""
 
     window: int = Field(200, ge=4, description="accepted values in the baseline")
+    lag: int = Field(100, ge=0, description="accepted steps before a loss enters the baseline")
     smooth: int = Field(9, ge=1, description="losses in the running median")
+    k: float = Field(3.5, gt=0, description="standard deviations from which SIGNIFICANT_STEPS in a row are watched")
+    significant_steps: int = Field(5, ge=1, description="steps in a row beyond K before a verdict")
     watch: float = Field(0.15, gt=0, description="nats above the baseline worth watching")
     medium: float = Field(0.3, gt=0, description="nats from which it is no longer mild")
     severe: float = Field(0.5, gt=0, description="nats from which it is severe at once")
@@ -107,7 +110,7 @@ class GradNormZ(Switch):
     """z-score of the log of the gradient norm against exponential moving averages (after ZClip)."""
 
     k: float = Field(6.0, gt=0, description="standard deviations of the log norm")
-    min_ratio: float = Field(2.0, ge=1, description="no verdict below this multiple of the mean")
+    min_ratio: float = Field(3.0, ge=1, description="no verdict below this multiple of the mean")
     alpha: float = Field(0.97, gt=0, lt=1, description="weight of the past in the moving averages")
     warmup_steps: int = Field(50, ge=2, description="accepted values before the first verdict")
     sigma_floor: float = Field(0.05, gt=0, description="a deviation of the log norm below this counts as this")
@@ -225,6 +228,7 @@ class Detect(Section):
     embedding_growth: Growth = Growth()
     attention_logits: Limits = Limits(watch=100, medium=1000)
     attention_logit_growth: Trend = Trend(rise=0.4, block=10)
+    attention_dead_heads: Limits = Limits(watch=0)
     attention_entropy: Limits = Limits(small=0.05, persistence=3)
     fp8_saturation: Limits = Limits(small=1e-3, medium=1e-2, persistence=2)
     fp8_underflow: Limits = Limits(watch=0.1, small=0.5, persistence=2)

@@ -213,7 +213,8 @@ class ClipFraction:
     requires: ClassVar[tuple[str, ...]] = ("clip_grad",)
     last: deque[bool]
     clipped: int
-    standing: int  # the highest limit that the share is above: 0 none, 1 watch, 2 small
+    level: int  # the highest limit that the share is above: 0 none, 1 watch, 2 small
+    standing: int  # the level that has been reported
 
     def __init__(self, config: c.ClipFraction, early: c.Early) -> None:
         del early  # `after_step` says when early training ends
@@ -227,7 +228,7 @@ class ClipFraction:
 
     def inspect(self, record: StepRecord) -> Verdict | None:
         """See the class."""
-        level = self._level(record.step)
+        level = self.level
         if level <= self.standing:
             return None
         limit = (self.config.watch, self.config.small)[level - 1]
@@ -241,14 +242,9 @@ class ClipFraction:
             reason=reason,
         )
 
-    def _level(self, step: int) -> int:
-        if len(self.last) < self.config.window or step <= self.config.after_step:
-            return 0
-        return (self.fraction > self.config.watch) + (self.fraction > self.config.small)
-
     def learn(self, record: StepRecord, verdict: Verdict | None, applied: bool) -> None:
         """Count the step, skipped or not."""
-        self.standing = self._level(record.step)
+        self.standing = self.level
         clip = record.signals.get("clip_grad")
         if clip is None or not clip > 0 or not record.finite:
             return
@@ -256,19 +252,23 @@ class ClipFraction:
             self.clipped -= self.last.popleft()
         self.last.append(record.grad_norm > clip)
         self.clipped += self.last[-1]
+        self.level = 0
+        if len(self.last) == self.config.window and record.step > self.config.after_step:
+            fraction = self.fraction
+            self.level = (fraction > self.config.watch) + (fraction > self.config.small)
 
     def reset(self) -> None:
         """See `Detector.reset`."""
         self.last = deque()
         self.clipped = 0
-        self.standing = 0
+        self.level = self.standing = 0
 
     def state_dict(self) -> dict[str, Any]:
         """See `Detector.state_dict`."""
-        return {"last": "".join("01"[flag] for flag in self.last), "standing": self.standing}
+        return {"last": "".join("01"[flag] for flag in self.last), "level": self.level, "standing": self.standing}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """See `Detector.load_state_dict`."""
         self.last = deque(flag == "1" for flag in state["last"][-self.config.window :])
         self.clipped = sum(self.last)
-        self.standing = int(state["standing"])
+        self.level, self.standing = int(state["level"]), int(state["standing"])

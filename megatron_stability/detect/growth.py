@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 from megatron_stability.detect import config as c
 from megatron_stability.detect.base import BaselineDetector, Finding, WindowDetector
 from megatron_stability.detect.loss import sigma_finding
-from megatron_stability.detect.signals import HELD_OUT
+from megatron_stability.detect.signals import HELD_OUT, SETS
 from megatron_stability.records import StepRecord, Tier
 
 
@@ -74,13 +74,14 @@ class Throughput(GrowthDetector):
     def value(self, record: StepRecord) -> float | None:
         """Seconds a valid token."""
         seconds = record.signals.get("step_seconds")
-        return None if seconds is None else seconds / record.tokens
+        return seconds / record.tokens if seconds is not None and record.tokens > 0 else None
 
 
 class LrPeak(WindowDetector):
     """A loss spike within `near_steps` of the learning rate's last rise to a new high: warmup too short, peak too high.
 
-    As `LossSpike`, always WATCH: it adds a cause to what the spike detectors report.
+    As `LossSpike`, always WATCH: it adds a cause to what the spike detectors report. Later steps are none of its
+    business, so its baseline ends there too.
     """
 
     name = "lr_peak"
@@ -91,8 +92,8 @@ class LrPeak(WindowDetector):
         self.highest, self.rose_at = 0.0, 0
 
     def value(self, record: StepRecord) -> float | None:
-        """The loss in nats a token."""
-        return record.loss
+        """The loss in nats a token, near the peak."""
+        return record.loss if record.step - self.rose_at <= self.config.near_steps else None
 
     def judge(self, value: float, record: StepRecord) -> Finding | None:
         """See the class."""
@@ -101,18 +102,18 @@ class LrPeak(WindowDetector):
             return None
         sigma = max(window.std, config.sigma_floor) * self.early.looseness(record.step)
         finding = sigma_finding(value, window.mean, sigma, config.k, 2 * config.k)
-        if finding is None:
-            return None
-        near = self.rose_at > 0 and 0 <= record.step - self.rose_at <= config.near_steps
-        reason = (
-            f"{finding.reason}, {record.step - self.rose_at} steps after the learning rate rose to {self.highest:g}"
-        )
-        return finding._replace(tier=Tier.WATCH if near else None, reason=reason)
+        if finding is None or not self.highest > 0:
+            return finding and finding._replace(tier=None)
+        since = record.step - self.rose_at
+        reason = f"{finding.reason}, {since} steps after the learning rate rose to {self.highest:g}"
+        return finding._replace(tier=Tier.WATCH, reason=reason)
 
     def learn(self, record: StepRecord, verdict: Any, applied: bool) -> None:
         """As the base class; the learning rate is followed on every step."""
         super().learn(record, verdict, applied)
         if record.learning_rate > self.highest:
+            if record.step - self.rose_at > self.config.near_steps:
+                self.clear()  # a baseline from before is too old
             self.highest, self.rose_at = record.learning_rate, record.step
 
     def reset(self) -> None:
@@ -134,7 +135,7 @@ class HeldOut(BaselineDetector):
     """Held-out losses in nats above each set's own best: the worst set sets the verdict."""
 
     name = "held_out"
-    requires = ("held_out/<set>",)
+    requires = (HELD_OUT,)
 
     def __init__(self, config: c.HeldOut, early: c.Early) -> None:
         super().__init__(early, relearn_after=config.relearn_after)
@@ -143,7 +144,9 @@ class HeldOut(BaselineDetector):
 
     def value(self, record: StepRecord) -> float | None:
         """The largest rise above a set's best, in nats; 0 for sets seen for the first time."""
-        rises = [loss - self.best.get(name, loss) for name, loss in record.signals.items() if name.startswith(HELD_OUT)]
+        if HELD_OUT not in record.signals:
+            return None
+        rises = [loss - self.best.get(name, loss) for name, loss in record.signals.items() if name.startswith(SETS)]
         return max(rises, key=lambda rise: rise if rise == rise else math.inf) if rises else None
 
     def judge(self, value: float, record: StepRecord) -> Finding | None:
@@ -156,7 +159,7 @@ class HeldOut(BaselineDetector):
     def accept(self, value: float, record: StepRecord) -> None:
         """Each set's best."""
         for name, loss in record.signals.items():
-            if name.startswith(HELD_OUT):
+            if name.startswith(SETS):
                 self.best[name] = min(loss, self.best.get(name, loss))
 
     def clear(self) -> None:

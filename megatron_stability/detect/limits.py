@@ -38,8 +38,8 @@ class Limit:
     def inspect(self, record: StepRecord) -> Verdict | None:
         """See the class."""
         value = self.value(record)
-        if value is None or not self._wrong(value):
-            return None
+        if value is None or (value <= self.mildest if self.above else value >= self.mildest):
+            return None  # written so that a NaN goes on
         finite = math.isfinite(value)
         if finite and self.run + 1 < self.config.persistence:
             return None
@@ -50,14 +50,13 @@ class Limit:
         reason = f"{self.what} {value:.4g} is {side} {limit:g}"
         return Verdict(detector=self.name, tier=tier, step=record.step, value=value, threshold=limit, reason=reason)
 
-    def _wrong(self, value: float) -> bool:
-        return not (value <= self.mildest if self.above else value >= self.mildest) or math.isinf(value)
-
     def learn(self, record: StepRecord, verdict: Verdict | None, applied: bool) -> None:
-        """Count the row."""
+        """Count the row, where a verdict needs one."""
+        if self.config.persistence == 1:
+            return
         value = self.value(record)
         if value is not None:
-            self.run = self.run + 1 if self._wrong(value) else 0
+            self.run = 0 if (value <= self.mildest if self.above else value >= self.mildest) else self.run + 1
 
     def reset(self) -> None:
         """See `Detector.reset`."""
@@ -93,7 +92,8 @@ class LayerOutlier(Limit):
 
     def value(self, record: StepRecord) -> float | None:
         """The ratio; a zero median with a non-zero maximum is infinite."""
-        largest, median = (record.signals.get(name) for name in self.requires)
+        signals = record.signals
+        largest, median = signals.get("grad_norm/layer_max"), signals.get("grad_norm/layer_median")
         if largest is None or median is None:
             return None
         return largest / median if median else (math.inf if largest else 1.0)
@@ -105,6 +105,14 @@ class AttentionLogits(Limit):
     name = "attention_logits"
     what = "largest attention logit"
     requires = ("attention/max_logit",)
+
+
+class AttentionDeadHeads(Limit):
+    """Heads whose largest logit over a whole batch is not positive: a projection is zero, or a measurement is wrong."""
+
+    name = "attention_dead_heads"
+    what = "heads without a positive attention logit"
+    requires = ("attention/nonpositive_heads",)
 
 
 class AttentionEntropy(Limit):

@@ -10,6 +10,8 @@ from megatron_stability.detect.base import PLAUSIBLE, BaselineDetector, Finding,
 from megatron_stability.detect.window import SortedWindow
 from megatron_stability.records import StepRecord, Tier
 
+SIGMA_FLOOR = 0.005  # nats: a running median of a loss that has stopped moving may still move by this
+
 
 def nats_tier(nats: float) -> Tier:
     """Severity by nats above the baseline: mild below 0.3, severe above 0.5."""
@@ -103,8 +105,10 @@ class LossDelta(WindowDetector):
     """Nats between the median of the last `smooth` losses and the mean of the last `window` accepted ones.
 
     A row of steps above `watch` is WATCH once it is longer than `watch_steps`, MEDIUM if it also reaches `medium` or
-    lasts `mild_steps`; above `severe` it is LARGE at once. Losses of such steps stay out of the mean, so a slow rise
-    can't drag it along. The median forgets one bad batch, which `LossSpike` reports.
+    lasts `mild_steps`; above `severe` it is LARGE at once. Before that, `significant_steps` in a row of k·σ are WATCH:
+    a median that far out is a rise, however small. The median forgets one bad batch, which `LossSpike` reports. Losses
+    wait `lag` steps before they enter mean and σ, and those that still wait when such a step comes are dropped, so a
+    slow rise can neither drag the mean along nor hide in σ.
     """
 
     name = "loss_delta"
@@ -113,6 +117,7 @@ class LossDelta(WindowDetector):
         super().__init__(config, early)
         self.config = config
         self.recent: deque[float] = deque(maxlen=config.smooth)
+        self.waiting: deque[float] = deque()
 
     def value(self, record: StepRecord) -> float | None:
         """The loss in nats a token."""
@@ -123,39 +128,54 @@ class LossDelta(WindowDetector):
         config, window = self.config, self.window
         if len(window) < config.warmup_steps or len(self.recent) < config.smooth - 1:
             return None
+        floor = window.mean + min(config.watch, config.k * SIGMA_FLOOR)
+        if value <= floor and max(self.recent, default=floor) <= floor:  # the usual case, without sorting
+            return None
         last = sorted([*self.recent, value][-config.smooth :])
         nats = last[len(last) // 2] - window.mean
         loose = self.early.looseness(record.step)
-        if nats <= config.watch * loose:
+        significant, watch = config.k * max(window.std, SIGMA_FLOOR) * loose, config.watch * loose
+        if nats <= min(watch, significant):
             return None
         row = self.run + 1
         reason = f"median loss of {len(last)} steps is {nats:.3f} nats above its baseline, for {row} steps"
         if nats > config.severe * loose:
             return Finding(Tier.LARGE, config.severe * loose, reason)
-        if row <= config.watch_steps:
-            return Finding(None, config.watch * loose, reason)
-        mild = nats < config.medium * loose and row < config.mild_steps
-        return Finding(Tier.WATCH if mild else Tier.MEDIUM, config.watch * loose, reason)
+        if nats > watch and row > config.watch_steps:
+            mild = nats < config.medium * loose and row < config.mild_steps
+            return Finding(Tier.WATCH if mild else Tier.MEDIUM, watch, reason)
+        noticed = nats > significant and row >= config.significant_steps
+        return Finding(Tier.WATCH if noticed else None, significant, reason)
 
     def learn(self, record: StepRecord, verdict: Any, applied: bool) -> None:
         """As the base class; the running median sees flagged losses too, skipped or not: it is no baseline."""
-        value = self._judge(record)[0]
+        if self.find(record) is not None:
+            self.waiting.clear()
+        value = self._value
         super().learn(record, verdict, applied)
         if value is not None and abs(value) <= PLAUSIBLE:
             self.recent.append(value)
 
+    def accept(self, value: float, record: StepRecord) -> None:
+        """Into the queue, and what has waited long enough into the window."""
+        self.waiting.append(value)
+        if len(self.waiting) > self.config.lag:
+            self.window.push(self.waiting.popleft())
+
     def clear(self) -> None:
-        """Empty both windows."""
+        """Empty window, queue and running median."""
         super().clear()
+        self.waiting.clear()
         self.recent.clear()
 
     def baseline(self) -> dict[str, Any]:
-        """Both windows."""
-        return {**super().baseline(), "recent": list(self.recent)}
+        """Window, queue and running median."""
+        return {**super().baseline(), "waiting": list(self.waiting), "recent": list(self.recent)}
 
     def load_baseline(self, state: dict[str, Any]) -> None:
         """The inverse."""
         super().load_baseline(state)
+        self.waiting.extend(float(value) for value in state["waiting"])
         self.recent.extend(float(value) for value in state["recent"])
 
 
@@ -210,7 +230,9 @@ class SpikeScore(WindowDetector):
     def judge(self, value: float, record: StepRecord) -> Finding | None:
         """See the class."""
         config, window = self.config, self.window
-        if value <= window.mean or len(window) < config.warmup_steps or value - window.mean < config.k * window.std:
+        if value <= window.mean or len(window) < config.warmup_steps:
+            return None
+        if value - window.mean < config.k * window.std:
             return None
         score = (len(self.spikes) + 1) / config.window
         reason = f"spike score {100 * score:.2f} % of the last {config.window} steps ({config.k:g} sigma)"
@@ -219,7 +241,7 @@ class SpikeScore(WindowDetector):
 
     def learn(self, record: StepRecord, verdict: Any, applied: bool) -> None:
         """As the base class; flagged values count in the share."""
-        value, finding = self._judge(record)
+        finding, value = self.find(record), self._value
         super().learn(record, verdict, applied)
         if value is None:
             return

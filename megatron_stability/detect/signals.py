@@ -15,13 +15,19 @@ SIGNALS: Mapping[str, str] = MappingProxyType(
     {
         "clip_grad": "Megatron's --clip-grad; gradient norm above which a step is clipped",
         "step_seconds": "wall time of the step, maximum over ranks; seconds",
-        "held_out/<set>": "validation loss of one set, on the steps that evaluate; nats a token",
+        "held_out": "number of sets evaluated at this step; present on the steps that evaluate only",
+        "held_out/<set>": "validation loss of one set, beside `held_out`; nats a token",
         "grad_norm/layer_max": "largest L2 gradient norm of one decoder layer, over all stages",
         "grad_norm/layer_median": "median of the decoder layers' L2 gradient norms, over all stages",
         "param_norm": "L2 norm of all parameters",
         "embedding_norm": "L2 norm of the word embedding",
         "attention/max_logit": "largest attention logit before softcap and mask, over layers, heads and ranks",
         "attention/min_entropy": "least mean attention entropy of a head, over layers and ranks; nats",
+        "attention/nonfinite_heads": "heads whose largest logit was NaN or Inf, over all stages",
+        "attention/nonpositive_heads": "heads without a positive logit, over all stages: dead, or measured wrongly",
+        "qk_norm/max_gain": "max|γ| of QK-norm, over layers and ranks",
+        "qk_clip/heads": "heads above τ, whose q and k are scaled if the step is applied, over all stages",
+        "qk_clip/min_factor": "least γ = τ/S_max of a head, over layers and ranks; 1 where none is above τ",
         "fp8/saturation": "largest share of a tensor's elements at the format's maximum",
         "fp8/underflow": "largest share of a tensor's non-zero elements that became zero",
         "fp8/scale_age": "most steps a tensor's scale has stood still while its amax moved",
@@ -30,7 +36,8 @@ SIGNALS: Mapping[str, str] = MappingProxyType(
         "moe/router_z": "mean logsumexp² of the router logits, worst layer",
     }
 )
-HELD_OUT = "held_out/"
+HELD_OUT = "held_out"
+SETS = "held_out/"
 
 
 def silent(detectors: Sequence[Detector], available: Collection[str]) -> dict[str, tuple[str, ...]]:
@@ -43,6 +50,5 @@ def silent(detectors: Sequence[Detector], available: Collection[str]) -> dict[st
     Returns:
         Missing signal names by detector name; empty if every detector has what it reads.
     """
-    names = {"held_out/<set>" if name.startswith(HELD_OUT) else name for name in available}
-    lacking = {d.name: tuple(name for name in d.requires if name not in names) for d in detectors}
+    lacking = {d.name: tuple(name for name in d.requires if name not in available) for d in detectors}
     return {name: missing for name, missing in lacking.items() if missing}

@@ -50,6 +50,8 @@ class BlockDetector(ABC):
     medians: deque[float]
     part: list[float]  # of the block under way
     due: bool  # a block is complete and not yet judged
+    _judged: StepRecord | None  # with `_found` remembered from `inspect` to `learn`: no state
+    _found: tuple[float, float, str] | None
     standing: int  # blocks since the last verdict while the condition stands, 0: it doesn't
 
     def __init__(self, block: int, blocks: int, repeat_blocks: int) -> None:
@@ -68,7 +70,8 @@ class BlockDetector(ABC):
         """See the class."""
         if not self.due or not record.finite:
             return None
-        found = self.judge(self.medians)
+        self._judged, self._found = record, self.judge(self.medians)
+        found = self._found
         if found is None or 0 < self.standing < self.repeat:
             return None
         value, threshold, reason = found
@@ -81,9 +84,10 @@ class BlockDetector(ABC):
         if not record.finite:
             return
         if self.due:
-            self.due = False
-            present = verdict is not None or self.judge(self.medians) is not None
-            self.standing = 1 if verdict is not None else self.standing + 1 if present else 0
+            found = self._found if self._judged is record else self.judge(self.medians)
+            self.due, self._judged = False, None
+            again = found is not None and 0 < self.standing < self.repeat
+            self.standing = self.standing + 1 if again else int(found is not None)
         value = self.value(record) if applied and record.tokens > 0 else None
         if value is None or not abs(value) <= PLAUSIBLE:
             return
@@ -97,6 +101,8 @@ class BlockDetector(ABC):
         """See `Detector.reset`."""
         self.medians = deque(maxlen=self.blocks)
         self.part = []
+        self._judged = None
+        self._found = None
         self.due = False
         self.standing = 0
 
@@ -175,7 +181,7 @@ class AttentionLogitGrowth(TrendDetector):
 
 
 class Plateau(BlockDetector):
-    """No progress: the mean of the window's second half is less than `progress` nats below the first half's."""
+    """No progress: the window's second half is less than `progress` nats below the first, by the medians of blocks."""
 
     name = "plateau"
 
@@ -191,7 +197,7 @@ class Plateau(BlockDetector):
     def judge(self, medians: Sequence[float]) -> tuple[float, float, str] | None:
         """See the class."""
         values, half = list(medians), len(medians) // 2
-        progress = math.fsum(values[:half]) / half - math.fsum(values[half:]) / (len(values) - half)
+        progress = sorted(values[:half])[half // 2] - sorted(values[half:])[half // 2]
         if progress >= self.config.progress:
             return None
         reason = f"loss fell by {progress:.4f} nats between the halves of the last {self.block * self.blocks} steps"

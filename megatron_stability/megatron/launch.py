@@ -158,7 +158,7 @@ def _be_rank(options: argparse.Namespace, argv: list[str], script: Path | None) 
 
 def _checked_job(options: argparse.Namespace, argv: list[str], script: Path | None, world: int) -> Job:
     """The job, once everything that needs no Megatron was judged."""
-    config = tree.load(options.stability_config, vars(options))
+    config = tree.load(overrides=vars(options))
     if options.cpu:
         from megatron_stability.megatron import cpu
 

@@ -40,6 +40,10 @@ def _peek(argv: Sequence[str], flags: dict[str, Any]) -> argparse.Namespace:
 def check_layout(argv: Sequence[str], world: int) -> None:
     """The world size must be a multiple of tensor × pipeline × context parallel size.
 
+    Args:
+        argv: Megatron's flags.
+        world: number of ranks.
+
     Raises:
         UsageError: names the flags and the numbers of ranks that would do.
     """
@@ -59,6 +63,9 @@ def check_layout(argv: Sequence[str], world: int) -> None:
 
 def check_files(argv: Sequence[str]) -> None:
     """Data files must be there and whole, output folders writable.
+
+    Args:
+        argv: Megatron's flags.
 
     Raises:
         UsageError: names the flag and the file.
@@ -146,7 +153,7 @@ def complaint_about_arguments(job: Job, world: int, prepared: bool = True) -> st
             validate_args(args, {"tokenizer_type": "NullTokenizer"})
             core_transformer_config_from_args(args)  # refuses more, such as heads that the tensor ranks can't share
         gpt.refuse_what_is_not_carried(args)
-        config = tree.load(args.stability_config, vars(args))
+        config = tree.load(overrides=vars(args))
         if config.mode != "off":
             arguments.refuse_what_cannot_work(config, args)
     except UsageError as error:

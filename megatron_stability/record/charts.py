@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from html import escape
 from itertools import cycle
@@ -93,8 +94,7 @@ def samples(runs: Sequence[RunView]) -> go.Figure | None:
                     x=[(first + last) / 2 for first, last, _ in items],
                     y=[row] * len(items),
                     mode="markers",
-                    marker={"symbol": "triangle-down", "size": 11, "color": FATE_COLOURS[fate]},
-                    marker_line={"width": 1, "color": "#ffffff"},
+                    marker=_marker("triangle-down", FATE_COLOURS[fate], len(items)),
                     legendgroup=fate,
                     showlegend=False,
                     hovertext=[text for *_, text in items],
@@ -188,38 +188,42 @@ def _curve(figure: go.Figure, row: int, run: RunView, values: Sequence[float], c
 
 
 def _nonfinite(figure: go.Figure, row: int, run: RunView, values: Sequence[float], colour: str, index: int) -> None:
-    """Shade every stretch of NaN or Inf, and mark its first step with a cross and a label at the panel's top."""
-    axis = "" if row == 1 else str(row)
+    """Shade every stretch of NaN or Inf over the panel's height, and label it at the top where there is room."""
+    number = "" if row == 1 else str(row)
+    axes = {"xref": f"x{number}", "yref": f"y{number} domain"}
     found = stretches(run.steps, values)
-    end = run.steps[-1] if run.steps else 0
+    if not found:
+        return
+    begin, end = run.steps[0], run.steps[-1]
+    look = {
+        "type": "rect",
+        "fillcolor": colour,
+        "opacity": 0.2,
+        "line": {"width": 1, "color": colour},
+        "layer": "below",
+    }
+    shapes = [{**axes, **look, "x0": a - 0.5, "x1": b + 0.5, "y0": 0, "y1": 1} for a, b, _ in found]
+    labels = []
     for first, last, what in found:
-        figure.add_shape(
-            type="rect",
-            xref=f"x{axis}",
-            yref=f"y{axis} domain",
-            x0=first - 0.5,
-            x1=last + 0.5,
-            y0=0,
-            y1=1,
-            fillcolor=colour,
-            opacity=0.16,
-            line_width=0,
-            layer="below",
+        if len(found) > 12 and last - first < 0.1 * (end - begin):
+            continue
+        where = f", steps {first} to {last}" if last < end else f" from step {first} on"
+        labels.append(
+            {
+                **axes,
+                "x": first,
+                "y": 1 - 0.11 * index,
+                "text": f"<b>✕ {what}</b>" + (where if last > first else ""),
+                "hovertext": f"{escape(run.name)}: {what} at step {first}" + (f" to {last}" if last > first else ""),
+                "showarrow": False,
+                "xanchor": "left" if first < begin + 0.7 * (end - begin) else "right",
+                "yanchor": "top",
+                "font": {"color": colour, "size": 12},
+            }
         )
-        if last > first or len(found) <= 12:
-            many = f", steps {first} to {last}" if last < end else f" from step {first} on"
-            figure.add_annotation(
-                xref=f"x{axis}",
-                yref=f"y{axis} domain",
-                x=first,
-                y=1 - 0.11 * index,
-                text=f"<b>✕ {what}</b>" + (many if last > first else ""),
-                hovertext=f"{escape(run.name)}: {what} at step {first}" + (f" to {last}" if last > first else ""),
-                showarrow=False,
-                xanchor="left" if first < run.steps[0] + 0.7 * (end - run.steps[0]) else "right",
-                yanchor="top",
-                font={"color": colour, "size": 12},
-            )
+    # one assignment a panel: plotly validates the whole list at each
+    figure.layout.shapes = (*figure.layout.shapes, *shapes)
+    figure.layout.annotations = (*figure.layout.annotations, *labels)
 
 
 def _resumes(figure: go.Figure, runs: Sequence[RunView]) -> None:
@@ -257,10 +261,11 @@ def _marks(figure: go.Figure, runs: Sequence[RunView], action: Action, advised: 
         y: list[float | str] = []
         text: list[str] = []
         for run in runs:
+            points = _drawable(run, row)
             for step in run.decisions:
                 if _kind(step) != (action, advised):
                     continue
-                place = escape(run.name) if row == TIMELINE else _place(run, step, row)
+                place = escape(run.name) if row == TIMELINE else _place(step, row, points)
                 if place is not None:
                     x.append(step.step)
                     y.append(place)
@@ -270,8 +275,7 @@ def _marks(figure: go.Figure, runs: Sequence[RunView], action: Action, advised: 
             x=x,
             y=y,
             mode="markers",
-            marker={"symbol": symbol + ("-open" if advised else ""), "size": 12, "color": colour},
-            marker_line={"width": 2 if advised else 1, "color": colour if advised else "#ffffff"},
+            marker=_marker(symbol + ("-open" if advised else ""), colour, len(x)),
             hovertext=text,
             hoverinfo="text",
             name=name,
@@ -282,15 +286,28 @@ def _marks(figure: go.Figure, runs: Sequence[RunView], action: Action, advised: 
         )
 
 
-def _place(run: RunView, step: StepEntry, row: int) -> float | None:
-    """Where a decision stands on a curve: its own value, or the last finite one before it."""
+def _marker(symbol: str, colour: str, number: int) -> dict[str, Any]:
+    """A mark with a white rim; the more there are, the smaller, and without a rim where they would cover each other."""
+    crowded = number > 60
+    outline = colour if symbol.endswith("-open") or crowded else "#ffffff"
+    size = 12 if not crowded else 7 if number <= 400 else 4
+    return {"symbol": symbol, "size": size, "color": colour, "line": {"width": 0 if crowded else 1.5, "color": outline}}
+
+
+def _drawable(run: RunView, row: int) -> tuple[list[int], list[float]]:
+    """The points of a curve that its axis can show."""
+    curve = zip(run.steps, run.loss if row == LOSS else run.grad_norm, strict=True)
+    points = [(step, value) for step, value in curve if math.isfinite(value) and (row == LOSS or value > 0)]
+    return [step for step, _ in points], [value for _, value in points]
+
+
+def _place(step: StepEntry, row: int, points: tuple[list[int], list[float]]) -> float | None:
+    """Where a decision stands on a curve: its own value, or the nearest one before it, or after, that can be drawn."""
     value = step.loss if row == LOSS else step.grad_norm
     if math.isfinite(value) and (row == LOSS or value > 0):
         return value
-    curve = run.loss if row == LOSS else run.grad_norm
-    before = [v for s, v in zip(run.steps, curve, strict=True) if s < step.step and math.isfinite(v) and v > 0]
-    after = (v for s, v in zip(run.steps, curve, strict=True) if s > step.step and math.isfinite(v) and v > 0)
-    return before[-1] if before else next(after, None)
+    steps, values = points
+    return values[max(0, bisect_left(steps, step.step) - 1)] if values else None
 
 
 def _hover(run: RunView, step: StepEntry) -> str:

@@ -7,6 +7,7 @@ error. One process writes (the caller opens the ledger on one rank); anyone may 
 
 from __future__ import annotations
 
+import dataclasses
 import fcntl
 import os
 import socket
@@ -21,6 +22,7 @@ from megatron_stability.record.entries import (
     FILE,
     SCHEMA,
     AnyEntry,
+    AttentionEntry,
     LedgerView,
     RunEntry,
     UndoEntry,
@@ -29,7 +31,7 @@ from megatron_stability.record.entries import (
     read,
     step_entry,
 )
-from megatron_stability.records import Decision, StepRecord
+from megatron_stability.records import AttentionTable, Decision, StepRecord
 
 __all__ = ["Ledger", "LedgerView", "RunInfo", "read"]
 
@@ -46,10 +48,17 @@ class RunInfo:
 
 
 class Ledger:
-    """The one writer of a folder's ledger; a `pipeline.Sink`. Made by `open`, and closed by `close` or `with`."""
+    """The one writer of a folder's ledger; a `pipeline.Sink`. Made by `open`, and closed by `close` or `with`.
+
+    Its `generation` is the present one; `open` and `rewind` begin a new one.
+
+    Args:
+        path: the ledger's file.
+        lock: an open descriptor that holds the folder's lock; the object owns it from here on.
+        file: an open O_APPEND descriptor of the file; likewise.
+    """
 
     def __init__(self, path: Path, lock: int, file: int) -> None:
-        """Takes over two open descriptors; use `Ledger.open`."""
         self._path, self._lock, self._file, self._size = path, lock, file, 0
         self.generation = 0
         # A forked data-loader worker must neither write here nor hold the lock after its parent was killed.
@@ -130,6 +139,10 @@ class Ledger:
         self._write(entry)
         if entry.eventful:
             self.flush()
+
+    def write_attention(self, table: AttentionTable) -> None:
+        """Append a table of all layers and heads."""
+        self._write(AttentionEntry(generation=self.generation, **dataclasses.asdict(table)))
 
     def rewind(self, to_step: int, to_sample: int, reason: str) -> None:
         """Mark every step after `to_step` undone and begin a new generation, within this process.

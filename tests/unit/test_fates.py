@@ -132,7 +132,7 @@ class World:
             self.sample += samples
 
 
-@settings(max_examples=300, deadline=None, derandomize=True)
+@settings(max_examples=150, deadline=None, derandomize=True)
 @given(operations=OPERATIONS)
 def test_the_fold_and_the_audit_equal_the_naive_model(operations):
     with tempfile.TemporaryDirectory() as folder:

@@ -111,8 +111,8 @@ def test_a_rewind_within_the_process_begins_a_generation(tmp_path):
 def test_cut_at_any_byte_the_whole_lines_remain_and_the_next_run_goes_on(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)  # one run a byte, and nothing loses power
     with start(tmp_path / "whole") as ledger:
-        write(ledger, 1, 2)
-        ledger.write(record(3, loss=math.nan, nonfinite_losses=1), decision(3, Action.SKIP))
+        write(ledger, 1)
+        ledger.write(record(2, loss=math.nan, nonfinite_losses=1), decision(2, Action.SKIP))
     data = (tmp_path / "whole" / "ledger.jsonl").read_bytes()
     folder = tmp_path / "cut"
     folder.mkdir()
@@ -120,11 +120,11 @@ def test_cut_at_any_byte_the_whole_lines_remain_and_the_next_run_goes_on(tmp_pat
         (folder / "ledger.jsonl").write_bytes(data[:size])
         whole = sum(1 for line in data.splitlines(keepends=True) if data.index(line) + len(line) - 1 <= size)
         assert len(read(folder).entries) == whole
-        with start(folder, 3) as ledger:
-            write(ledger, 4)
+        with start(folder, 2) as ledger:
+            write(ledger, 3)
         view = read(folder)
         assert view.torn_bytes == 0
-        assert [e.kind for e in view.entries] == [*["run", "step", "step", "step"][:whole], "run", "step"]
+        assert [e.kind for e in view.entries] == [*["run", "step", "step"][:whole], "run", "step"]
         assert view.runs[-1].trimmed_bytes in (0, size - data[:size].rfind(b"\n") - 1)
 
 

@@ -123,6 +123,14 @@ def test_nan_is_shaded_and_labelled_in_every_panel_that_has_it():
     assert labels == ["<b>✕ NaN</b> from step 15 on"] * 2
 
 
+def test_of_many_short_stretches_each_is_shaded_and_none_labelled():
+    loss = [math.nan if step % 20 == 0 else 1.0 for step in range(1000)]
+    run = RunView(name="r", steps=range(1000), loss=loss, grad_norm=[1.0] * 1000, learning_rate=[0.0] * 1000)
+    figure = charts.curves([run])
+    assert [shape.x0 for shape in figure.layout.shapes] == [step - 0.5 for step in range(0, 1000, 20)]
+    assert not [note for note in figure.layout.annotations if "NaN" in note.text]
+
+
 def test_the_numbers_say_nan_and_name_the_ranks(page):
     assert "5 → NaN" in re.sub(r"\s+", " ", page.text)
     row = page.text[page.text.index("Incidents") :]

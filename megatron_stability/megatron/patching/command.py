@@ -26,11 +26,12 @@ example:
 """
 
 
-def run(argv: Sequence[str]) -> int:
+def run(argv: Sequence[str], patches: Path | None = None) -> int:
     """Runs the subcommand and prints its result, or one sentence on standard error.
 
     Args:
         argv: the arguments after `megatron-stability patch`.
+        patches: the folder of patch folders; the project's own by default.
 
     Returns:
         The exit code: 0 fine, 1 a finding, 2 unusable input.
@@ -38,7 +39,7 @@ def run(argv: Sequence[str]) -> int:
     args = _parser().parse_args(argv)
     try:
         root = installed_root() if args.target is None else args.target
-        tree, code = _act(args.action, root)
+        tree, code = _act(args.action, root, patches)
     except UsageError as error:
         print(f"megatron-stability patch: {error}", file=sys.stderr)
         return error.exit_code
@@ -67,13 +68,13 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _act(action: str, root: Path) -> tuple[Tree, int]:
+def _act(action: str, root: Path, patches: Path | None) -> tuple[Tree, int]:
     """The tree after the action, and the exit code."""
     if action == "apply":
-        on_disk.apply(root)
+        on_disk.apply(root, patches)
     elif action == "revert":
-        on_disk.revert(root)
-    tree = read_tree(root)
+        on_disk.revert(root, patches)
+    tree = read_tree(root, patches)
     findings = {"check": {State.HALF_APPLIED}, "status": {State.NOT_APPLIED, State.HALF_APPLIED}}
     return tree, EXIT_FINDING if tree.state in findings.get(action, set()) else EXIT_FINE
 

@@ -161,6 +161,9 @@ def parse_patch(text: str, name: str) -> Patch:
         text: its text, from `read_text`.
         name: what errors call it, such as "0.19.2/001-gate.patch".
 
+    Returns:
+        The patch, its header complete and its hunks in order.
+
     Raises:
         UsageError: the header is incomplete, or the diff is malformed or asks for what is not supported (renames,
             deletions, modes, binary files); names the line.

@@ -91,21 +91,32 @@ def module_name(path: str) -> str:
 
 def _spans(path: Sequence[str], folder: Path) -> bool:
     """Whether a package's `__path__` holds the folder."""
-    return any(Path(entry).resolve() == folder for entry in path)
+    return any(Path(entry).resolve() == folder.resolve() for entry in path)
 
 
 class PatchFinder(MetaPathFinder):
-    """Finds the modules whose patched source it holds, and no others."""
+    """Finds the modules whose patched source it holds, and no others.
+
+    Args:
+        texts: a module's name to its file (which need not exist) and its patched source.
+    """
 
     def __init__(self, texts: Mapping[str, tuple[Path, str]]) -> None:
-        """`texts`: a module's name to its file (which need not exist) and its patched source."""
         self._texts = MappingProxyType(dict(texts))
         self._loaders: list[PatchLoader] = []
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """The spec that loads the patched source, or None for a module that is not patched.
+        """Python's question for one module; called by the import system.
+
+        Args:
+            fullname: the module's full name.
+            path: the parent package's `__path__`.
+            target: the module that is reloaded, if any.
+
+        Returns:
+            The spec that loads the patched source, or None for a module that is not patched.
 
         Raises:
             UsageError: Python would import the module from another tree than the one that was read.

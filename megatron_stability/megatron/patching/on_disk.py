@@ -20,6 +20,7 @@ from megatron_stability.megatron.patching.diff import read_text, to_bytes
 from megatron_stability.megatron.patching.tree import State, Tree, read_tree
 
 _NEW_FILE_MODE = 0o644
+_PREFIX = ".megatron-stability-"
 # PEP 552: the flags of a hash-based .pyc that Python trusts without a look at the source.
 _UNCHECKED_HASH = (1).to_bytes(4, "little")
 _NOTHING_CHANGED = (
@@ -55,7 +56,7 @@ def apply(root: Path, patches: Path | None = None) -> Tree:
             f"{', '.join(tree.paths(applied=False))} not; nothing was changed; run "
             f"`megatron-stability patch revert --target {root}` first."
         )
-    _write(root, [Change(root / file.path, file.patched) for file in tree.files if not file.applied])
+    _write(tree, [Change(root / file.path, file.patched) for file in tree.files if not file.applied])
     return tree
 
 
@@ -65,15 +66,16 @@ def revert(root: Path, patches: Path | None = None) -> Tree:
     Arguments, result and errors as in `apply`.
     """
     tree = read_tree(root, patches)
-    _write(root, [Change(root / file.path, file.stock) for file in tree.files if file.applied])
+    _write(tree, [Change(root / file.path, file.stock) for file in tree.files if file.applied])
     return tree
 
 
-def _write(root: Path, changes: list[Change]) -> None:
+def _write(tree: Tree, changes: list[Change]) -> None:
     """Makes all changes or, on an OSError, none."""
     _refuse_read_only(changes)
-    done: list[Change] = []
+    root, done = tree.root, list[Change]()
     try:
+        _discard(_leftovers(tree))
         before = [Change(c.path, read_text(c.path) if c.path.exists() else None) for c in changes]
         staged = _stage(changes)
         try:
@@ -120,7 +122,7 @@ def _stage(changes: Iterable[Change]) -> dict[Path, Path]:
         for change in changes:
             if change.text is None:
                 continue
-            descriptor, name = tempfile.mkstemp(prefix=".megatron-stability-", suffix=".tmp", dir=change.path.parent)
+            descriptor, name = tempfile.mkstemp(prefix=_PREFIX, suffix=".tmp", dir=change.path.parent)
             staged[change.path] = Path(name)
             with os.fdopen(descriptor, "wb") as file:
                 file.write(to_bytes(change.text))
@@ -173,6 +175,12 @@ def _drop_trusted_caches(changes: Iterable[Change]) -> None:
 def _discard(files: Iterable[Path]) -> None:
     for file in files:
         file.unlink(missing_ok=True)
+
+
+def _leftovers(tree: Tree) -> list[Path]:
+    """Temporary files of an apply or revert that was killed."""
+    folders = {(tree.root / file.path).parent for file in tree.files}
+    return [file for folder in folders for file in folder.glob(f"{_PREFIX}*.tmp")]
 
 
 def _sync_folders(changes: Iterable[Change]) -> None:

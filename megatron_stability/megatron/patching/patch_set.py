@@ -55,7 +55,14 @@ class PatchSet:
         return tuple(diff for patch in self.patches for diff in patch.files if diff.path == path)
 
     def apply(self, path: str, text: str | None) -> str:
-        """The file after the whole series; `text` is the file before, None where there is none.
+        """One file after the whole series.
+
+        Args:
+            path: one of `paths`.
+            text: the file before, None where there is none.
+
+        Returns:
+            The file after.
 
         Raises:
             ContextError: a diff does not fit, or the file is missing, or there is one that a diff would create.
@@ -83,7 +90,10 @@ def _is(text: str | None) -> str:
 
 
 def patches_root() -> Path:
-    """The folder that holds one folder of patches a version: beside the package's sources, or where a wheel put it.
+    """Finds the patches: beside the package's sources, or where a wheel put them.
+
+    Returns:
+        The folder that holds one folder of patches a version.
 
     Raises:
         UsageError: there is neither.
@@ -105,10 +115,13 @@ def patches_root() -> Path:
 
 
 def supported_versions(root: Path | None = None) -> tuple[str, ...]:
-    """The megatron-core versions that have patches, oldest first: the names of the folders in `root`.
+    """The megatron-core versions that have patches.
 
     Args:
         root: the folder of folders; `patches_root()` by default.
+
+    Returns:
+        The names of the folders that hold patches, oldest version first.
     """
     folders = [p.name for p in (root or patches_root()).iterdir() if p.is_dir() and any(p.glob("*.patch"))]
     try:
@@ -125,6 +138,9 @@ def load_patch_set(version: str, root: Path | None = None) -> PatchSet:
     Args:
         version: a megatron-core version; must be one of `supported_versions(root)`.
         root: the folder of folders; `patches_root()` by default.
+
+    Returns:
+        The series, in the order of the files' names.
 
     Raises:
         UsageError: no patches for that version, or a malformed patch file.

@@ -62,7 +62,10 @@ class Tree:
 
 
 def installed_root() -> Path:
-    """The folder from which `import megatron.core` would load, without importing anything.
+    """Finds the installed Megatron without importing anything.
+
+    Returns:
+        The folder from which `import megatron.core` would load.
 
     Raises:
         UsageError: megatron-core is not installed.
@@ -79,7 +82,13 @@ def installed_root() -> Path:
 
 
 def detect_version(root: Path) -> tuple[str, bool]:
-    """The megatron-core version of a tree, read and not imported, and whether a wheel installed it.
+    """Reads which megatron-core a tree holds, without importing it.
+
+    Args:
+        root: a clone's root or a site-packages folder.
+
+    Returns:
+        The version, and whether a wheel installed it (else the tree is a clone).
 
     Raises:
         UsageError: `root` holds no megatron/core, or says no version.
@@ -123,6 +132,9 @@ def read_tree(root: Path, patches: Path | None = None) -> Tree:
     Args:
         root: a clone's root or a site-packages folder.
         patches: the folder of patch folders; `patches_root()` by default.
+
+    Returns:
+        The tree and its patch set, whatever its state.
 
     Raises:
         UsageError: no Megatron there, an unknown version, or a file that is neither stock nor patched; names the file,
