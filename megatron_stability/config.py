@@ -25,6 +25,8 @@ from pydantic.fields import FieldInfo
 from megatron_stability.decide.config import Decide
 from megatron_stability.detect.config import Detect
 from megatron_stability.errors import UsageError
+from megatron_stability.numerics.config import Model
+from megatron_stability.observe.config import Observe, QKClip
 from megatron_stability.section import Section
 
 PREFIX = "--stability"
@@ -70,6 +72,9 @@ class StabilityConfig(Section):
     )
     detect: Detect = Detect()
     decide: Decide = Decide()
+    model: Model = Model()
+    observe: Observe = Observe()
+    qk_clip: QKClip = QKClip()
     record: Record = Record()
     checkpoint: Checkpoint = Checkpoint()
 

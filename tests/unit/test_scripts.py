@@ -44,10 +44,10 @@ class Machine:
         )
 
     def installed(self):
-        """What was installed since the last call: `packages` and `project`, in order."""
+        """What was installed since the last call: `packages`, `older` Megatron and `project`, in order."""
         lines = self.log.read_text().splitlines() if self.log.exists() else []
         self.log.unlink(missing_ok=True)
-        return ["project" if " -e " in line else "packages" for line in lines]
+        return ["project" if " -e " in line else "older" if "--target" in line else "packages" for line in lines]
 
 
 @pytest.fixture
@@ -68,7 +68,7 @@ def test_the_newest_pyenv_version_is_found_behind_broken_shims(machine):
 def test_a_second_run_installs_nothing_and_a_change_only_what_it_touches(machine):
     machine.python(machine.bin / f"python{VERSION}")
     assert machine.run("ci/env.sh").returncode == 0
-    assert machine.installed() == ["packages", "project"]
+    assert machine.installed() == ["packages", "older", "project"]
     second = machine.run("ci/env.sh")
     assert (second.returncode, machine.installed()) == (0, [])
     assert second.stderr == f"env: ready: {machine.project}/.venv\n"
@@ -79,10 +79,10 @@ def test_a_second_run_installs_nothing_and_a_change_only_what_it_touches(machine
     with (machine.project / "requirements/dev.lock").open("a") as file:
         file.write("# changed\n")
     machine.run("ci/env.sh")
-    assert machine.installed() == ["packages", "project"]
+    assert machine.installed() == ["packages", "older", "project"]
     (machine.project / ".venv/bin/python").unlink()
     machine.run("ci/env.sh")
-    assert machine.installed() == ["packages", "project"]
+    assert machine.installed() == ["packages", "older", "project"]
 
 
 def test_a_failed_installation_is_told_and_never_reused(machine):
@@ -94,7 +94,7 @@ def test_a_failed_installation_is_told_and_never_reused(machine):
     assert done.stderr.endswith("run this again to start afresh.\n")
     (machine.bin / "uv").write_text(uv)
     assert machine.run("ci/env.sh").returncode == 0
-    assert machine.installed() == ["packages", "project"]
+    assert machine.installed() == ["packages", "older", "project"]
 
 
 def test_without_a_usable_interpreter_one_sentence_says_what_was_tried(machine):

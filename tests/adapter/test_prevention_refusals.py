@@ -1,0 +1,108 @@
+"""What the `model` settings can't be with is refused by both names, before anything is built; TE's softcap argument."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from ci import prevention_table
+from ci.prevention_table import arguments
+from megatron_stability.config import StabilityConfig
+from megatron_stability.errors import UsageError
+from megatron_stability.megatron.model import settings
+from megatron_stability.megatron.model.attention import transformer_engine_attention
+from megatron_stability.numerics.config import Init, Model
+
+pytestmark = pytest.mark.megatron
+
+
+WHOLE, CAP, FLEX = Model(qk_norm="rmsnorm_whole"), Model(attention_softcap=50.0), "attention_softcap_kernel"
+REFUSED: list[tuple[Model, dict[str, Any], str, str]] = [
+    (WHOLE, {"tensor_model_parallel_size": 4}, "qk-norm rmsnorm_whole", "--tensor-model-parallel-size 4"),
+    (WHOLE, {"spec": None}, "qk-norm", "no --spec"),
+    (CAP, {"spec": ["local"]}, "attention-softcap", "--spec local"),
+    (WHOLE, {"qk_l2_norm": True}, "qk-norm", "--qk-l2-norm"),
+    (CAP, {"multi_latent_attention": True}, "attention-softcap", "--multi-latent-attention"),
+    (CAP, {"experimental_attention_variant": "dsa"}, "attention-softcap", "--experimental-attention-variant"),
+    (CAP, {"mtp_num_layers": 1, "stability_own_model": False}, "attention-softcap", "--mtp-num-layers"),
+    (CAP, {"transformer_impl": "inference_optimized"}, "attention-softcap", "--transformer-impl"),
+    (CAP.model_copy(update={FLEX: "dense"}), {"transformer_impl": "transformer_engine"}, "dense", "--transformer-impl"),
+    (CAP.model_copy(update={FLEX: "flex"}), {"attention_dropout": 0.1}, "flex", "--attention-dropout"),
+    (CAP.model_copy(update={FLEX: "flex"}), {"context_parallel_size": 2}, "flex", "--context-parallel-size"),
+    (Model(z_loss=1e-4), {"cross_entropy_loss_fusion": True}, "z-loss", "--cross-entropy-loss-fusion"),
+    (Model(final_softcap=30.0), {"cross_entropy_loss_fusion": True}, "final-softcap", "--cross-entropy-loss-fusion"),
+    (Model(z_loss=1e-4), {"fp16_lm_cross_entropy": True}, "z-loss", "--fp16-lm-cross-entropy"),
+    (Model(qk_norm_scale=2.0), {}, "qk-norm-scale", "--stability-model-qk-norm none"),
+    (Model(init=Init(embedding="d_model")), {"use_mup": True}, "init-embedding", "--use-mup"),
+    (Model(init=Init(qk="d_model")), {"use_mup": True}, "init-qk", "--use-mup"),
+    (Model(init=Init(qk="d_model")), {"tensor_model_parallel_size": 4}, "init-qk", "--tensor-model-parallel-size 4"),
+    (
+        Model(init=Init(embedding="d_model")),
+        {"embedding_init_method_std": 0.02},
+        "init-embedding",
+        "--embedding-init-method-std",
+    ),
+    (Model(embedding_norm_clip=1.0), {"use_megatron_fsdp": True}, "embedding-norm-clip", "--use-megatron-fsdp"),
+    (Model(embedding_norm_clip=1.0), {"fp8_param_gather": True}, "embedding-norm-clip", "--fp8-param-gather"),
+]
+
+
+@pytest.mark.parametrize(("model", "changes", "ours", "theirs"), REFUSED, ids=[f"{o}+{t}" for _, _, o, t in REFUSED])
+def test_a_pair_that_cannot_work_is_named(model: Model, changes: dict[str, Any], ours: str, theirs: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        settings.refuse_what_cannot_work(StabilityConfig(model=model), arguments(**changes))
+    assert ours in str(caught.value)
+    assert theirs in str(caught.value)
+
+
+@pytest.mark.parametrize("model", [WHOLE, CAP, Model(z_loss=1e-4), Model(init=Init(qk="d_model"))])
+def test_mode_off_with_a_setting_is_refused(model: Model) -> None:
+    with pytest.raises(UsageError, match=r"--stability-model-.* with --stability-mode off"):
+        settings.refuse_what_cannot_work(StabilityConfig(mode="off", model=model), arguments())
+    settings.refuse_what_cannot_work(StabilityConfig(mode="off"), arguments(spec=None))
+    settings.refuse_what_cannot_work(StabilityConfig(model=model), arguments())
+
+
+def test_arguments_that_megatron_acts_on() -> None:
+    args = arguments()
+    settings.apply(Model(qk_norm="rmsnorm_whole", init=Init(embedding="d_model")), args)
+    assert args.qk_layernorm is True
+    assert args.embedding_init_method_std == 1 / 8
+    untouched = arguments()
+    settings.apply(Model(), untouched)
+    assert vars(untouched) == vars(arguments())
+
+
+class EngineWithSoftcap:
+    def __init__(self, heads: int, *, softcap: float = 0.0) -> None:
+        self.heads, self.softcap = heads, softcap
+
+
+class MegatronOverIt(EngineWithSoftcap):
+    def __init__(self, config: int) -> None:
+        super().__init__(config * 2)
+
+
+class EngineWithout:
+    def __init__(self, heads: int) -> None:
+        self.heads = heads
+
+
+class MegatronOverThat(EngineWithout):
+    pass
+
+
+def test_case_13_transformer_engine_gets_the_argument_or_the_run_stops() -> None:
+    made = transformer_engine_attention(MegatronOverIt)(3, softcap=50.0)
+    assert (made.heads, made.softcap) == (6, 50.0)
+    assert isinstance(made, MegatronOverIt)
+    assert MegatronOverIt(3).softcap == 0.0
+    with pytest.raises(UsageError, match="has no `softcap`"):
+        transformer_engine_attention(MegatronOverThat)
+    with pytest.raises(UsageError, match="has no `softcap`"):
+        transformer_engine_attention()  # none is installed here
+
+
+def test_the_page_holds_the_table_that_the_refusals_make() -> None:
+    assert prevention_table.main("--check") == 0
