@@ -44,7 +44,7 @@ def _compare(pools: Pools, release: str, flags: tuple[str, ...], world: int, tmp
     ours = _run(pools, (release, "patched"), (*flags, *fault), world, tmp_path / "skipped")
     assert artifacts.differences(stock, ours, excluded=COUNTERS) == []
     moments = [value for name, value in ours.items() if "exp_avg" in name or "momentum" in name]
-    assert sum(value.numel() for value in moments) > 50_000  # of some 98 000 weights
+    assert sum(value.numel() for value in moments) > 50_000  # of some 90 000 weights
     assert all(torch.isfinite(value).all() for value in ours.values() if isinstance(value, torch.Tensor))
     return ours
 
