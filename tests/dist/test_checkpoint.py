@@ -34,7 +34,7 @@ def train(context: Context, *flags: str) -> tuple[Any, dict[str, Any]]:
 
 
 def run(pool: Pool, folder: Path, *flags: str, world: int = 2) -> list[tuple[Any, dict[str, Any]]]:
-    where = ("--save", str(folder), "--stability-record-dir", str(folder / "stability"))
+    where = ("--save-interval", "1000", "--save", str(folder), "--stability-record-dir", str(folder / "stability"))
     return pool.run(train, *RUN, *where, *flags, world=world, timeout=400)
 
 
