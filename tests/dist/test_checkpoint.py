@@ -26,7 +26,7 @@ def train(context: Context, *flags: str) -> tuple[Any, dict[str, Any]]:
     try:
         run = small_gpt.train(context, *flags)
         state = rank_state.generators()
-        return run, {name: repr(state[name]) for name in state}
+        return run, {name: compare_checkpoints.text(state[name]) for name in state}
     except SystemExit as end:
         return end.code, {}
     finally:

@@ -13,6 +13,7 @@ import pytest
 
 from megatron_stability.errors import UsageError
 from megatron_stability.record import generations, manifest
+from megatron_stability.record.compare_checkpoints import text
 from megatron_stability.record.manifest import Manifest
 from tests.dist.pool import Context, Pool
 
@@ -149,7 +150,7 @@ def judge(context: Context) -> dict[str, Any]:
     np.random.rand()
     moved = rank_state.generators()
     rank_state.restore_generators(state)
-    said["generators"] = repr(rank_state.generators()) == repr(state) != repr(moved)
+    said["generators"] = text(rank_state.generators()) == text(state) != text(moved)
     with torch.no_grad():
         weight = model[0].weight.view(-1)
         if context.rank == 1:
