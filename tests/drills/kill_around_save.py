@@ -58,6 +58,9 @@ def train(context: Context, folder: str, harm: Harm | None, flags: Sequence[str]
         os._exit(0)
     try:
         small_gpt.train(context, *RUN, "--save", folder, "--load", folder, *flags)
+    except SystemExit as end:  # --exit-interval
+        if end.code:
+            raise RuntimeError(f"exit code {end.code}") from None
     finally:
         seams.uninstall()
 
