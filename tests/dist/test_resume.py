@@ -175,3 +175,55 @@ def test_loaded_tensors_are_checked_against_what_was_saved_and_against_replicas(
     assert "weights of rank 1 differ from those of rank 0" in first["other replica"]
     assert "100" in first["range"]
     assert "NaN or Inf" in first["nan"]
+
+
+def partial_load(context: Context) -> list[str]:
+    """What is said of a strict load that failed, refused and allowed; and the exit code of a failed load."""
+    from megatron_stability import config
+    from megatron_stability.megatron import seams
+    from megatron_stability.megatron.checkpoint import Checkpoints
+
+    said = []
+    for allowed in (False, True):
+        tree = config.StabilityConfig(checkpoint=config.Checkpoint(allow_partial_load=allowed))
+        try:
+            Checkpoints(tree, Namespace()).strict_load_failed(RuntimeError("Missing key(s): layers.0\n  weight"))
+            said.append("goes on")
+        except UsageError as error:
+            said.append(str(error))
+    assert seams.failed_load_code() is None  # no runtime: as stock
+    return said
+
+
+def test_a_failed_strict_load_is_not_repeated_leniently(patched_ranks: Pool) -> None:
+    (refused, allowed), *_ = patched_ranks.run(partial_load, world=1)
+    assert "Missing key(s): layers.0 weight" in refused
+    assert "--stability-checkpoint-allow-partial-load" in refused
+    assert allowed == "goes on"
+
+
+def data_hashes(context: Context, prefix: str) -> dict[str, str]:
+    from megatron_stability import config
+    from megatron_stability.megatron import training_args
+
+    args = Namespace(data_path=["0.5", prefix, "0.5", prefix + "-other"], tokenizer_model=prefix + ".model")
+    return training_args.hashes(args, config.StabilityConfig())
+
+
+def test_hashes_follow_the_bytes_of_index_and_tokenizer_and_not_their_names(
+    patched_ranks: Pool, tmp_path: Path
+) -> None:
+    def look(folder: Path) -> dict[str, str]:
+        return patched_ranks.run(data_hashes, str(folder / "text"), world=1)[0]
+
+    for folder in (tmp_path / "a", tmp_path / "b"):
+        folder.mkdir()
+        for name in ("text.idx", "text.bin", "text-other.idx", "text-other.bin", "text.model"):
+            (folder / name).write_bytes(name.encode() * 50)
+    first = look(tmp_path / "a")
+    assert look(tmp_path / "b") == first
+    flip(tmp_path / "b" / "text-other.idx")
+    second = look(tmp_path / "b")
+    assert {name for name in first if first[name] != second[name]} == {"dataset"}
+    flip(tmp_path / "b" / "text.model")
+    assert look(tmp_path / "b")["tokenizer"] != first["tokenizer"]
