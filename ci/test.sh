@@ -30,7 +30,6 @@ bin=.venv/bin
 stage "environment" bash ci/env.sh
 stage "ruff: lint" "$bin/ruff" check --quiet .
 stage "ruff: format" "$bin/ruff" format --check --quiet .
-stage "pydoclint" "$bin/pydoclint" --quiet megatron_stability
 stage "import-linter" "$bin/lint-imports"
 stage "pure rooms on plain torch" "$bin/python" ci/bare_import.py
 stage "mypy" "$bin/mypy"

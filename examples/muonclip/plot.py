@@ -94,9 +94,7 @@ def picture(runs: dict[tuple[str, str], Steps], tau: float) -> str:
     )
 
 
-def _curve(
-    steps: Sequence[StepEntry], value: Callable[[StepEntry], float], low: float, high: float, colour: str
-) -> str:
+def _curve(steps: Steps, value: Callable[[StepEntry], float], low: float, high: float, colour: str) -> str:
     last, span = max(step.step for step in steps), (high - low) or 1.0
     points = [(WIDTH * step.step / last, HEIGHT * (1 - (value(step) - low) / span)) for step in steps]
     path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points if math.isfinite(y))

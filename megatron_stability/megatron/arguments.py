@@ -66,14 +66,14 @@ def refuse_what_cannot_work(config: tree.StabilityConfig, args: Namespace) -> No
             "--fp16 with --stability-mode act: the loss scaler moves before a step can be withheld; use --bf16, or "
             "--stability-mode observe"
         )
-    if config.checkpoint.manifest:
-        refuse_unproven_checkpoints(args)
     rewinds = config.decide.when_exhausted == "rewind" or any(r.action is Action.REWIND for r in config.decide.rules)
     if config.mode == "act" and rewinds:
         raise UsageError(
             "--stability-decide-rules asks for a rewind, which this version can't carry out in a running job; use "
             "halt, or --stability-mode observe to see when it would"
         )
+    if config.checkpoint.manifest:
+        refuse_unproven_checkpoints(args)
     if getattr(args, "optimizer_cuda_graph", False):
         raise UsageError(
             "--optimizer-cuda-graph with --stability-mode other than off: a captured optimizer step can't be withheld; "

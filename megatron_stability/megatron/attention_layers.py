@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from megatron.core.transformer.attention import SelfAttention
@@ -15,19 +15,25 @@ from megatron_stability.numerics import qk_clip
 from megatron_stability.numerics.qk_clip import Factors
 
 
-@dataclass(frozen=True)
-class Scaled:
-    """One parameter of this rank, and the factors of its rows.
+class Scaled(NamedTuple):
+    """A parameter that a clip multiplies, and the factors of its rows, for layers that are alike.
 
     Attributes:
-        parameter: a weight [rows, columns], or a bias or gain [rows].
-        rows: [rows] fp32.
+        module: name of the module of the self-attention that holds it.
+        parameter: its name there: a weight [rows, columns], or a bias or gain [rows].
+        rows: [layers, rows] fp32, for this rank's rows.
         zero_centred: the parameter holds w of a gain 1 + w.
     """
 
-    parameter: torch.nn.Parameter
+    module: str
+    parameter: str
     rows: torch.Tensor
     zero_centred: bool = False
+
+    def of(self, layer: AttentionLayer) -> torch.nn.Parameter:
+        """The parameter in one of the layers."""
+        found: torch.nn.Parameter = getattr(getattr(layer.module, self.module), self.parameter)
+        return found
 
 
 @dataclass(frozen=True)
@@ -71,38 +77,48 @@ class AttentionLayer:
             return None, None
         return _gained(self.module.q_layernorm), _gained(self.module.k_layernorm)
 
-    def scaled(self, gamma_h: torch.Tensor, alpha: float) -> list[Scaled]:
-        """What a clip multiplies on this rank.
+    def scaled(self, gamma_lh: torch.Tensor, alpha: float) -> list[Scaled]:
+        """What a clip multiplies on this rank, in this layer and in those of the same `form`.
 
         Args:
-            gamma_h: [H] of all heads of the layer, equal on every tensor-parallel rank.
+            gamma_lh: [layers, H] of all heads, equal on every tensor-parallel rank.
             alpha: the query's share.
 
         Returns:
             Parameters and factors.
         """
         if isinstance(self.module, MLASelfAttention):
-            return self._mla(gamma_h, alpha)
-        return self._plain(gamma_h, alpha)
+            return self._mla(gamma_lh, alpha)
+        return self._plain(gamma_lh, alpha)
+
+    @property
+    def form(self) -> Hashable:
+        """Equal for layers that are clipped alike."""
+        scaled = self.scaled(torch.ones(1, self.heads), 0.5)
+        parts = ((one.module, one.parameter, one.rows.shape, one.zero_centred) for one in scaled)
+        return (self.heads, self.groups, *parts)
 
     @property
     def frozen(self) -> bool:
         """Whether a clip would write to an untrained parameter: then none is made, since half of one is wrong."""
-        scaled = self.scaled(torch.ones(self.heads), 0.5)
-        return not all(one.parameter.requires_grad for one in scaled)
+        return not all(one.of(self).requires_grad for one in self.scaled(torch.ones(1, self.heads), 0.5))
 
-    def _mla(self, gamma_h: torch.Tensor, alpha: float) -> list[Scaled]:
-        module, config = self.module, self.module.config
-        query = module.linear_q_proj if config.q_lora_rank is None else module.linear_q_up_proj
-        q = qk_clip.mla_q_rows(gamma_h, alpha, config.qk_head_dim, config.qk_pos_emb_head_dim)
-        kv = qk_clip.mla_kv_rows(gamma_h, alpha, config.qk_head_dim, config.v_head_dim)
-        return [*self._linear(query, q), *self._linear(module.linear_kv_up_proj, kv)]
+    def _mla(self, gamma_lh: torch.Tensor, alpha: float) -> list[Scaled]:
+        config = self.module.config
+        query = "linear_q_proj" if config.q_lora_rank is None else "linear_q_up_proj"
+        q = qk_clip.mla_q_rows(gamma_lh, alpha, config.qk_head_dim, config.qk_pos_emb_head_dim)
+        kv = qk_clip.mla_kv_rows(gamma_lh, alpha, config.qk_head_dim, config.v_head_dim)
+        return [*self._linear(query, q), *self._linear("linear_kv_up_proj", kv)]
 
-    def _plain(self, gamma_h: torch.Tensor, alpha: float) -> list[Scaled]:
+    def _plain(self, gamma_lh: torch.Tensor, alpha: float) -> list[Scaled]:
         q_norm, k_norm = self.norms
         q_shared, k_shared = self._shared(q_norm), self._shared(k_norm)
-        factors = qk_clip.split(gamma_h, self.groups, alpha, q_shared=q_shared, k_shared=k_shared)
-        found = self._gains(q_norm, factors.q_h, q_shared) + self._gains(k_norm, factors.k_g, k_shared)
+        factors = qk_clip.split(gamma_lh, self.groups, alpha, q_shared=q_shared, k_shared=k_shared)
+        found: list[Scaled] = []
+        if q_norm is not None:
+            found += self._gains("q_layernorm", factors.q_h, q_shared)
+        if k_norm is not None:
+            found += self._gains("k_layernorm", factors.k_g, k_shared)
         if q_norm is None or k_norm is None:
             left = Factors(
                 factors.q_h if q_norm is None else torch.ones_like(factors.q_h),
@@ -110,30 +126,31 @@ class AttentionLayer:
             )
             gate = bool(getattr(self.module.config, "attention_output_gate", False))
             rows = qk_clip.qkv_rows(left, self.module.hidden_size_per_attention_head, gate)
-            found += self._linear(self.module.linear_qkv, rows)
+            found += self._linear("linear_qkv", rows)
         return found
 
-    def _linear(self, linear: Any, rows: torch.Tensor) -> list[Scaled]:
+    def _linear(self, name: str, rows: torch.Tensor) -> list[Scaled]:
         here = qk_clip.shard(rows, self.rank, self.world)
-        bias = getattr(linear, "bias", None)
-        held = [linear.weight] if bias is None or bias.numel() == 0 else [linear.weight, bias]
-        return [Scaled(parameter, here) for parameter in held]
+        return [Scaled(name, parameter, here) for parameter in self._held(name)]
+
+    def _held(self, name: str) -> list[str]:
+        bias = getattr(getattr(self.module, name), "bias", None)
+        return ["weight"] if bias is None or bias.numel() == 0 else ["weight", "bias"]
 
     def _shared(self, norm: Any) -> bool:
         return norm is not None and norm.weight.numel() == self.module.hidden_size_per_attention_head
 
-    def _gains(self, norm: Any, factors: torch.Tensor, shared: bool) -> list[Scaled]:
-        if norm is None:
-            return []
-        size = self.module.hidden_size_per_attention_head
+    def _gains(self, name: str, factors: torch.Tensor, shared: bool) -> list[Scaled]:
+        norm, size = getattr(self.module, name), self.module.hidden_size_per_attention_head
         if shared:
-            factors = factors[:1]
-        elif norm.weight.numel() < len(factors) * size:  # this rank's heads alone
+            factors = factors[..., :1]
+        elif norm.weight.numel() < factors.shape[-1] * size:  # this rank's heads alone
             factors = qk_clip.shard(factors, self.rank, self.world)
-        rows = factors.repeat_interleave(size)
-        bias = getattr(norm, "bias", None)
-        gain = Scaled(norm.weight, rows, self._zero_centred(norm))
-        return [gain] if bias is None or bias.numel() == 0 else [gain, Scaled(bias, rows)]
+        rows = factors.repeat_interleave(size, dim=-1)
+        return [
+            Scaled(name, parameter, rows, parameter == "weight" and self._zero_centred(norm))
+            for parameter in self._held(name)
+        ]
 
     def largest_gain(self) -> torch.Tensor | None:
         """max|γ| of QK-norm on this rank, fp32 scalar; None without QK-norm."""

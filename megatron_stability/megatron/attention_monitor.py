@@ -172,6 +172,10 @@ class AttentionMonitor:
         self._monitors = [LayerMonitor(layer, measure) for layer in layers]
         self.heads = max((layer.heads for layer in layers), default=0)
         self._entropy = False
+        blocks = [(layer.here.start, layer.here.stop) for layer in layers]  # layers alike are packed at once
+        self._alike = [
+            ([at for at, other in enumerate(blocks) if other == block], slice(*block)) for block in sorted(set(blocks))
+        ]
 
     def begin(self, active: bool, entropy: bool) -> None:
         """A step begins."""
@@ -191,21 +195,19 @@ class AttentionMonitor:
         Each tensor-parallel rank fills in its own heads, so that the maximum over the stage is at once the gather over
         tensor-parallel ranks. Finiteness travels as a flag: a MAX of NaN is not NaN on every backend.
         """
-        shape = (4, len(self.layers), self.heads)
-        packed_clh = torch.full(shape, _ABSENT, device=device)
+        packed_clh = torch.full((4, len(self.layers), self.heads), _ABSENT, device=device)
         packed_clh[1] = 0.0
-        for monitor, row_ch in zip(self._monitors, packed_clh.unbind(dim=1), strict=True):
-            layer = monitor.layer
-            if self._entropy and (gain := layer.largest_gain()) is not None:
-                row_ch[3] = torch.nan_to_num(gain)
-            found = monitor.statistics()
-            if found is None:
-                continue
-            finite = torch.isfinite(found.max_h)
-            row_ch[0, layer.here] = torch.where(finite, found.max_h, _ABSENT)
-            row_ch[1, layer.here] = (~finite & (found.max_h != -torch.inf)).float()
-            entropy = -found.mean_entropy_h
-            row_ch[2, layer.here] = torch.where(torch.isfinite(entropy), entropy, _ABSENT)
+        for at_l, here in self._alike:
+            none = HeadStatistics.none(here.stop - here.start, device)
+            seen = [self._monitors[at].statistics() or none for at in at_l]
+            max_lh, entropy_lh, queries_lh = (torch.stack(values) for values in zip(*seen, strict=True))
+            finite_lh, entropy_lh = torch.isfinite(max_lh), -entropy_lh / queries_lh
+            packed_clh[0, at_l, here] = torch.where(finite_lh, max_lh, _ABSENT)
+            packed_clh[1, at_l, here] = (~finite_lh & (max_lh != -torch.inf)).float()
+            packed_clh[2, at_l, here] = torch.where(torch.isfinite(entropy_lh), entropy_lh, _ABSENT)
+        for layer, row_ch in zip(self.layers, packed_clh.unbind(dim=1), strict=True) if self._entropy else ():
+            if (gain := layer.largest_gain()) is not None:
+                row_ch[3] = torch.nan_to_num(gain, nan=torch.finfo(torch.float32).max)
         if packed_clh.numel():  # a stage without attention is without it on every rank of the group
             dist.all_reduce(packed_clh, op=dist.ReduceOp.MAX, group=self._group)
         return Maxima(packed_clh)

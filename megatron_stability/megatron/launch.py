@@ -170,6 +170,10 @@ def _checked_job(options: argparse.Namespace, argv: list[str], script: Path | No
 
 
 def _rank_main(job: Job, prepared: bool) -> None:
-    if not prepared:
-        job.prepare()
-    job.train()
+    try:
+        if not prepared:
+            job.prepare()
+        job.train()
+    except UsageError as error:
+        print(f"megatron-stability: {error}", file=sys.stderr, flush=True)
+        sys.exit(error.exit_code)

@@ -134,7 +134,12 @@ def complaint_about_arguments(job: Job, world: int, prepared: bool = True) -> st
         job.prepare()
     os.environ.setdefault("RANK", "0")
     os.environ["WORLD_SIZE"] = str(world)
-    from megatron.training.arguments import add_megatron_arguments, parse_args, validate_args
+    from megatron.training.arguments import (
+        add_megatron_arguments,
+        core_transformer_config_from_args,
+        parse_args,
+        validate_args,
+    )
 
     from megatron_stability.megatron import arguments
     from megatron_stability.megatron import pretrain as gpt
@@ -146,6 +151,7 @@ def complaint_about_arguments(job: Job, world: int, prepared: bool = True) -> st
         with contextlib.redirect_stdout(io.StringIO()), _argv(job.argv):
             args = parse_args(gpt.add_arguments)
             validate_args(args, {"tokenizer_type": "NullTokenizer"})
+            core_transformer_config_from_args(args)  # refuses more, such as heads that the tensor ranks can't share
         gpt.refuse_what_is_not_carried(args)
         config = tree.load(overrides=vars(args))
         if config.mode != "off":

@@ -91,13 +91,14 @@ class Clip:
         self._layers, self._optimizer, self._tau, self._alpha = layers, optimizer, tau, alpha
         for layer in layers:
             layer.refuse_what_cannot_be_clipped()
+        forms = [layer.form for layer in layers]  # factors of layers that are alike are computed at once
+        self._alike = [[at for at, other in enumerate(forms) if other == form] for form in dict.fromkeys(forms)]
+        self._frozen = [at for at, layer in enumerate(layers) if layer.frozen]
 
     def gamma(self, maxima: Maxima) -> torch.Tensor:
         """γ [L, H], 1 for layers that are frozen on this rank's stage."""
         gamma_lh = qk_clip.gamma(maxima.max_lh, self._tau)
-        for at, layer in enumerate(self._layers):
-            if layer.frozen:
-                gamma_lh[at] = 1.0
+        gamma_lh[self._frozen] = 1.0
         return gamma_lh
 
     @torch.no_grad()
@@ -105,12 +106,15 @@ class Clip:
         """Apply γ to this rank's copies of the weights: all of them, or none where something raises."""
         hot_l = (gamma_lh < 1).any(dim=1).tolist()  # the one host synchronisation of a step that clips
         plan: list[qk_clip.Piece] = []
-        for layer, hot, gamma_h in zip(self._layers, hot_l, gamma_lh, strict=True):
-            for scaled in layer.scaled(gamma_h[: layer.heads], self._alpha) if hot else ():
-                parameter = scaled.parameter
-                columns = parameter.numel() // len(scaled.rows)
-                for copy in master_weights.copies(parameter, self._optimizer):
-                    plan += qk_clip.pieces(copy.flat, copy.start, scaled.rows, columns, scaled.zero_centred)
+        for alike in self._alike:
+            hot = [at for at in alike if hot_l[at]]
+            first = self._layers[alike[0]]
+            for scaled in first.scaled(gamma_lh[hot, : first.heads], self._alpha) if hot else ():
+                for at, rows in zip(hot, scaled.rows, strict=True):
+                    parameter = scaled.of(self._layers[at])
+                    columns = parameter.numel() // len(rows)
+                    for copy in master_weights.copies(parameter, self._optimizer):
+                        plan += qk_clip.pieces(copy.flat, copy.start, rows, columns, scaled.zero_centred)
         for piece in plan:
             piece.apply()
 

@@ -97,13 +97,14 @@ class Ranks:
                 del pending[rank]
                 if process.exitcode != EXIT_FINE:
                     _let_end(list(pending.values()))
-                    self._tell(rank, process.exitcode)
+                    speaker = 0 if processes[0].exitcode == process.exitcode else rank  # what all know, rank 0 says
+                    self._tell(speaker, process.exitcode)
                     return int(process.exitcode) if process.exitcode > 0 else 128 - int(process.exitcode)
         return EXIT_FINE
 
     def _tell(self, rank: int, code: int) -> None:
         if code in (EXIT_UNUSABLE, EXIT_HALTED):
-            sys.stderr.write(self._log(0).read_text(errors="replace"))  # rank 0 speaks for all
+            sys.stderr.write(self._log(rank).read_text(errors="replace"))
             return
         lines = self._log(rank).read_text(errors="replace").splitlines()
         print(f"megatron-stability: rank {rank} failed first, with exit code {code}; it said:", file=sys.stderr)

@@ -74,7 +74,7 @@ def with_qk_std(init: Callable[[Tensor], object], layout: QKVLayout, std: float)
     def filled(weight: Tensor) -> Tensor:
         init(weight)
         parts = layout.parts(weight)
-        drawn = parts["v"].float().square().mean().sqrt()
+        drawn = weight.float().square().mean().sqrt()
         for name in ("q", "k"):
             parts[name].mul_(std / drawn.to(weight.dtype))
         return weight

@@ -50,7 +50,7 @@ def gamma(s_max: torch.Tensor, tau: float) -> torch.Tensor:
 
 
 class Factors(NamedTuple):
-    """Factors of the query heads [H] and key heads [G] of one layer, fp32."""
+    """Factors of the query heads [..., H] and key heads [..., G], fp32; leading dimensions are layers."""
 
     q_h: torch.Tensor
     k_g: torch.Tensor
@@ -62,7 +62,7 @@ def split(
     """Distribute γ over queries and keys.
 
     Args:
-        gamma_h: [H] from `gamma`; head h belongs to group h // (H/G).
+        gamma_h: [..., H] from `gamma`; head h belongs to group h // (H/G).
         groups: G.
         alpha: the query's share of the exponent, in [0, 1].
         q_shared: one gain serves all query heads.
@@ -72,14 +72,16 @@ def split(
         Factors whose product is γ_h for every head, or less where a shared gain takes the worst head's.
     """
     gamma_h = gamma_h.double()
-    gamma_gh = gamma_h.view(1 if k_shared else groups, -1)
     if q_shared and k_shared:
-        worst = gamma_h.amin()
-        return Factors((worst**alpha).float().expand(len(gamma_h)), (worst ** (1 - alpha)).float().expand(groups))
-    k = gamma_gh.amax(dim=1, keepdim=True) ** (1 - alpha)
-    q_h = (gamma_gh / k).flatten()
-    q_h = q_h.amin().expand_as(q_h) if q_shared else q_h
-    return Factors(q_h.float(), k[:, 0].float().expand(groups))
+        worst = gamma_h.amin(dim=-1, keepdim=True)
+        q_h, k_g = worst**alpha, worst ** (1 - alpha)
+    else:
+        gamma_gh = gamma_h.unflatten(-1, (1 if k_shared else groups, -1))
+        k_g1 = gamma_gh.amax(dim=-1, keepdim=True) ** (1 - alpha)
+        q_h, k_g = (gamma_gh / k_g1).flatten(-2), k_g1[..., 0]
+        q_h = q_h.amin(dim=-1, keepdim=True) if q_shared else q_h
+    leading = gamma_h.shape[:-1]
+    return Factors(q_h.float().expand(gamma_h.shape), k_g.float().expand(*leading, groups))
 
 
 def qkv_rows(factors: Factors, head_dim: int, gate: bool = False) -> torch.Tensor:
@@ -89,57 +91,60 @@ def qkv_rows(factors: Factors, head_dim: int, gate: bool = False) -> torch.Tenso
     (`core/transformer/attention.py SelfAttention.get_query_key_value_tensors`).
 
     Args:
-        factors: of one layer.
+        factors: of layers that are alike.
         head_dim: d.
         gate: attention output gate: as many gate rows as query rows, right behind them.
 
     Returns:
-        [G·(H/G·(1 or 2) + 2)·d] fp32.
+        [..., G·(H/G·(1 or 2) + 2)·d] fp32.
     """
-    groups = len(factors.k_g)
-    q_gh = factors.q_h.view(groups, -1)
-    one_g1 = torch.ones_like(factors.k_g).view(groups, 1)
-    parts = [q_gh, torch.ones_like(q_gh)] if gate else [q_gh]
-    heads = torch.cat([*parts, factors.k_g.view(groups, 1), one_g1], dim=1)
-    return heads.flatten().repeat_interleave(head_dim)
+    q_gh, k_g1 = factors.q_h.unflatten(-1, (factors.k_g.shape[-1], -1)), factors.k_g[..., None]
+    parts = [q_gh, torch.ones_like(q_gh), k_g1] if gate else [q_gh, k_g1]
+    heads = torch.cat([*parts, torch.ones_like(k_g1)], dim=-1).flatten(-2)
+    return heads.repeat_interleave(head_dim, dim=-1)
 
 
 def mla_q_rows(gamma_h: torch.Tensor, alpha: float, nope: int, rope: int) -> torch.Tensor:
     """Factors of the rows of MLA's query (up-)projection: a head after the other, [nope, rope] rows each.
 
     Args:
-        gamma_h: [H] from `gamma`.
+        gamma_h: [..., H] from `gamma`.
         alpha: the query's share.
         nope: non-rotary rows a head (`qk_head_dim`).
         rope: rotary rows a head (`qk_pos_emb_head_dim`).
 
     Returns:
-        [H·(nope + rope)] fp32.
+        [..., H·(nope + rope)] fp32.
     """
-    shared_k = (gamma_h.double() ** alpha).float()[:, None].expand(-1, nope)
-    return torch.cat([shared_k, gamma_h.float()[:, None].expand(-1, rope)], dim=1).flatten()
+    shared = (gamma_h.double() ** alpha).float()
+    return _rows_of_two(shared, nope, gamma_h.float(), rope)
 
 
 def mla_kv_rows(gamma_h: torch.Tensor, alpha: float, nope: int, value: int) -> torch.Tensor:
     """Factors of the rows of MLA's key-value up-projection: a head after the other, [nope k, v] rows each.
 
     Args:
-        gamma_h: [H] from `gamma`.
+        gamma_h: [..., H] from `gamma`.
         alpha: the query's share.
         nope: non-rotary key rows a head (`qk_head_dim`).
         value: value rows a head (`v_head_dim`).
 
     Returns:
-        [H·(nope + value)] fp32.
+        [..., H·(nope + value)] fp32.
     """
-    k = (gamma_h.double() ** (1 - alpha)).float()[:, None].expand(-1, nope)
-    return torch.cat([k, torch.ones(len(gamma_h), value, device=k.device)], dim=1).flatten()
+    k_h = (gamma_h.double() ** (1 - alpha)).float()
+    return _rows_of_two(k_h, nope, torch.ones_like(k_h), value)
+
+
+def _rows_of_two(first_h: torch.Tensor, first: int, second_h: torch.Tensor, second: int) -> torch.Tensor:
+    parts = [part[..., None].expand(*part.shape, size) for part, size in ((first_h, first), (second_h, second))]
+    return torch.cat(parts, dim=-1).flatten(-2)
 
 
 def shard(rows: torch.Tensor, rank: int, world: int) -> torch.Tensor:
     """The rows of tensor-parallel rank `rank` of `world`: Megatron cuts a column-parallel weight in equal blocks."""
-    size = len(rows) // world
-    return rows[rank * size : (rank + 1) * size]
+    size = rows.shape[-1] // world
+    return rows[..., rank * size : (rank + 1) * size]
 
 
 class Piece(NamedTuple):

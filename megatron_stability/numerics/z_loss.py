@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-BLOCK_ELEMENTS = 1 << 19  # of a block of rows: 2 MiB of fp32, which a CPU's cache holds, times a few temporaries
+BLOCK_ELEMENTS = 1 << 18  # of a block of rows: 1 MiB of fp32, which a CPU's cache holds, times a few temporaries
 
 
 @dataclass

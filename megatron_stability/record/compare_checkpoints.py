@@ -78,7 +78,7 @@ def compare(one: Path, other: Path, *, bitwise: bool) -> tuple[str, bool]:
         if text(ranks[0]) != text(ranks[1]):
             return "random generators or local tensors of a rank differ", False
         return f"equal to the bit: {len(first)} tensors, generators of {len(ranks[0])} ranks", True
-    weights = [key for key, value in first.items() if not key.startswith("optimizer") and key in second]
+    weights = [key for key in first if not key.startswith("optimizer") and key in second]
     worst = max((_distance(first[key], second[key]), key) for key in weights)
     said = f"{was.samples} samples both; {len(weights)} weights within {worst[0]:.2g} ({worst[1]})"
     return said, worst[0] <= TOLERANCE

@@ -30,6 +30,7 @@ def build(context: Context, where: dict[str, Any], model: Model, weights: dict[s
 
     if not parallel_state.model_parallel_is_initialized():
         context.megatron(where["tp"], where["pp"], where["vpp"])
+    torch.manual_seed(1234)  # the same whole weights at each build
     config = TransformerConfig(**configuration(where, model))
 
     class Model_(GPTModel):  # type: ignore[misc]

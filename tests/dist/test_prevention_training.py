@@ -121,7 +121,7 @@ def test_embedding_clip_with_every_kind_of_master(megatron_ranks: Pool) -> None:
         rounding = 2**-8 if place >= 2 else 1e-6
         assert norms.max() <= 0.12 * (1 + rounding)
         assert (norms > 0.11).any()
-    assert torch.allclose(first[0][2][0], first[1][2][0], rtol=1e-6)
+    assert relative(first[0][2][0], first[1][2][0]) < 1e-5
     assert relative(first[2][2][0], first[3][2][0]) < 1e-3
 
 

@@ -383,3 +383,72 @@ def test_the_probe_sees_the_updated_weights_and_leaves_every_head_at_most_at_tau
     for before, after, _ in megatron_ranks.run(probed, kind, tp, world=tp):
         assert before > 12.0
         assert after <= 3.0 * (1 + 1e-3)
+
+
+def refused_flags(context: Context) -> dict[str, str]:
+    from argparse import Namespace
+
+    from megatron_stability.config import StabilityConfig
+    from megatron_stability.megatron.qk_clip import refuse_what_cannot_work
+
+    def ask(tree: dict[str, Any], **flags: Any) -> str:
+        args = Namespace(**{"context_parallel_size": 1} | flags)
+        try:
+            refuse_what_cannot_work(StabilityConfig.model_validate(tree), args)
+        except UsageError as error:
+            return str(error)
+        return ""
+
+    on = {"qk_clip": {"enabled": True}}
+    probe = {"qk_clip": {"measure": "probe"}, "observe": {"attention": {"enabled": True}}}
+    flags = ("qk_clip", "qk_l2_norm", "fp8_param_gather", "use_megatron_fsdp", "use_torch_fsdp2", "optimizer_cpu_offload")
+    answers = {name: ask(on, **{name: True}) for name in (*flags, "overlap_param_gather_with_optimizer_step")}
+    answers |= {"context_parallel_size": ask(probe, context_parallel_size=2)}
+    answers |= {"overlap_param_gather": ask(probe, overlap_param_gather=True)}
+    assert ask(on, overlap_param_gather=True) == ask({}, qk_clip=True) == ask(on) == ""
+    return answers
+
+
+def test_flags_that_can_not_be_had_together_are_refused_by_name(megatron_ranks: Pool) -> None:
+    (answers,) = megatron_ranks.run(refused_flags, world=1)
+    for name, sentence in answers.items():
+        assert "--" + name.replace("_", "-") in sentence
+
+
+def trained(context: Context, optimizer: str, tau: float | None, steps: int) -> list[float]:
+    """Muon at a rate that makes logits run away; the largest logit of a forward on the same batch after every clip."""
+    from megatron.core import parallel_state
+
+    context.megatron(tp=2)
+    gpt = models.model(models.config("gqa", 2))
+    models.fill(gpt, 0.2)
+    ddp, made = models.wrapped(gpt, optimizer, lr=0.02)
+    hook = models.hook([ddp], made, tau=tau or 1e9, measure="probe")
+    seen = models.hook([ddp], made, tau=1e9)
+    rank = parallel_state.get_data_parallel_rank()
+    largest = []
+    for step in range(1, steps + 1):
+        batch = 2 * step + rank
+        hook.step_begins(step)
+        seen.step_begins(0)
+        ddp.zero_grad_buffer()
+        made.zero_grad()
+        models.forward(ddp, rows=1, seed=batch).mean().backward()
+        ddp.finish_grad_sync()
+        record = _record(context, hook, step)
+        assert made.step()[0]
+        hook.update_done(record, updated=True)
+        hook.step_begins(0)
+        seen.step_begins(step)
+        with torch.no_grad():
+            models.forward(ddp, rows=1, seed=batch)
+        largest.append(_record(context, seen, step).signals["attention/max_logit"])
+    return largest
+
+
+def test_muon_runs_away_without_the_clip_and_is_held_by_it(megatron_ranks: Pool) -> None:
+    """The probe sees the updated q and k of inputs from before the update; what the update adds by them stays small."""
+    free = megatron_ranks.run(trained, "dist-muon", None, 150, world=4, timeout=300)[0]
+    assert max(free) > 40
+    for largest in megatron_ranks.run(trained, "dist-muon", 20.0, 300, world=4, timeout=300):
+        assert 19.0 < max(largest) <= 20.0 * 1.1

@@ -43,7 +43,7 @@ def _compare(pools: Pools, release: str, flags: tuple[str, ...], world: int, tmp
     fault = ("--drill-fault", f"nan:step={SKIPPED},rank={world - 1}", "--stability-mode", "act")
     ours = _run(pools, (release, "patched"), (*flags, *fault), world, tmp_path / "skipped")
     assert artifacts.differences(stock, ours, excluded=COUNTERS) == []
-    moments = [name for name, value in ours.items() if "exp_avg" in name or "momentum" in name]
+    moments = [name for name in ours if "exp_avg" in name or "momentum" in name]
     assert len(moments) >= 8
     assert all(torch.isfinite(value).all() for value in ours.values() if isinstance(value, torch.Tensor))
     return ours

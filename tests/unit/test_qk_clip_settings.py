@@ -19,18 +19,18 @@ from megatron_stability.records import AttentionTable, StepRecord, Tier
 @pytest.mark.parametrize(
     "flag",
     [
-        "qk_clip_tau=0",
-        "qk_clip_tau=.nan",
-        "qk_clip_tau=.inf",
-        "qk_clip_alpha=1.5",
-        "qk_clip_measure=guess",
-        "qk_clip_every=0",
+        "tau=0",
+        "tau=.nan",
+        "tau=.inf",
+        "alpha=1.5",
+        "measure=guess",
+        "every=0",
     ],
 )
 def test_impossible_settings_are_refused_by_name(flag: str) -> None:
     name, value = flag.split("=")
     with pytest.raises(UsageError, match=f"--stability-qk-clip-{name}"):
-        config.load(None, {f"stability_qk_clip_{name}": value})
+        config.load(None, {config.dest(("qk_clip", name)): value})
 
 
 def _rows(extras: list[dict[str, float]], names: tuple[str, ...]) -> list[list[float]]:

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.cuda.memory
-import torch.cuda.random
 import torch.distributed
 import torch.utils.data
 from torch.utils._device import _device_constructors
