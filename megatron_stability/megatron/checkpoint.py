@@ -11,7 +11,7 @@ import json
 import time
 from argparse import Namespace
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -41,6 +41,7 @@ class Checkpoints:
         self._bad_tensor: str | None = None
         self._hashes: dict[str, str] | None = None
         self._completing: ThreadPoolExecutor | None = None
+        self._pending: list[Future[None]] = []
         self._resumed: Manifest | None = None  # of the checkpoint that is being loaded
         self._ckpt_step: Any = None
         self._loaded_rank_state: dict[str, Any] | None = None
@@ -91,6 +92,7 @@ class Checkpoints:
         if self._completing is not None:
             self._completing.shutdown(wait=True)
             self._completing = None
+            self._raise_what_a_thread_raised()
 
     def halted(self, step: int, reason: str) -> None:
         """Mark what was saved in the last `suspect_steps` steps before a halt."""
@@ -117,12 +119,12 @@ class Checkpoints:
             states=self._states,
         )
 
-    def _hash_share(self, folder: Path) -> dict[str, FileEntry]:
-        names = manifest.share(manifest.file_names(folder), dist.get_rank(), dist.get_world_size())
+    def _hash_share(self, folder: Path, rank: int, world: int) -> dict[str, FileEntry]:
+        names = manifest.share(manifest.file_names(folder), rank, world)
         return manifest.hash_files(folder, names, threads=self._config.checkpoint.threads, sync=True)
 
     def _complete_now(self, folder: Path, draft: Manifest) -> None:
-        share, failure = _attempt(lambda: self._hash_share(folder))
+        share, failure = _attempt(lambda: self._hash_share(folder, dist.get_rank(), dist.get_world_size()))
         shares: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(shares, (share, failure, self._bad_tensor))
         failure = next((each for _, each, _ in shares if each is not None), None)
@@ -136,10 +138,17 @@ class Checkpoints:
     def _complete_later(self, folder: Path, draft: Manifest, bad_tensor: str | None) -> None:
         if self._completing is None:
             self._completing = ThreadPoolExecutor(1, thread_name_prefix="checkpoint completion")
-        self._completing.submit(self._complete_in_thread, folder, draft, bad_tensor, dist.get_rank())
+        self._raise_what_a_thread_raised()
+        work = self._completing.submit(self._complete_in_thread, folder, draft, bad_tensor, dist.get_rank())
+        self._pending.append(work)
+
+    def _raise_what_a_thread_raised(self) -> None:
+        for work in [work for work in self._pending if work.done()]:
+            self._pending.remove(work)
+            work.result()
 
     def _complete_in_thread(self, folder: Path, draft: Manifest, bad_tensor: str | None, rank: int) -> None:
-        share, failure = _attempt(lambda: self._hash_share(folder))
+        share, failure = _attempt(lambda: self._hash_share(folder, rank, draft.layout["world_size"]))
         entries = {name: entry.model_dump() for name, entry in (share or {}).items()}
         text = json.dumps({"files": entries, "failure": failure, "bad_tensor": bad_tensor}).encode()
         _, unwritten = _attempt(lambda: manifest.write_atomically(folder / _SHARE.format(rank=rank), text))

@@ -111,11 +111,16 @@ def give_empty_state(optimizer: Any) -> None:
 
 
 def restore_step(optimizer: Any) -> None:
-    """After a load, put Adam's step where torch keeps it: Megatron puts it in the parameter groups, where Apex does."""
+    """After a load, give each parameter a step count of its own.
+
+    `DistributedOptimizer.load_state_dict` gives all of them one tensor, which torch's Adam then counts up once for each
+    parameter, so that the bias correction of a resumed run is that of a much later step.
+    """
     for inner in _torch_adams(optimizer):
         for group in inner.param_groups:
             for parameter in group["params"] if "step" in group else ():
-                inner.state[parameter]["step"].fill_(group["step"])
+                state = inner.state[parameter]
+                state["step"] = state["step"].clone().fill_(group["step"])
 
 
 def _torch_adams(optimizer: Any) -> Iterator[torch.optim.Optimizer]:

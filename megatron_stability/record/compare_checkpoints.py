@@ -75,13 +75,13 @@ def compare(one: Path, other: Path, *, bitwise: bool) -> tuple[str, bool]:
         if unequal:
             return f"{len(unequal)} of {len(first)} tensors differ, first {unequal[0]}", False
         ranks = rank_states(one), rank_states(other)
-        if _text(ranks[0]) != _text(ranks[1]):
+        if text(ranks[0]) != text(ranks[1]):
             return "random generators or local tensors of a rank differ", False
         return f"equal to the bit: {len(first)} tensors, generators of {len(ranks[0])} ranks", True
     weights = [key for key in first if not key.startswith("optimizer") and key in second]
     worst = max((_distance(first[key], second[key]), key) for key in weights)
-    text = f"{was.samples} samples both; {len(weights)} weights within {worst[0]:.2g} ({worst[1]})"
-    return text, worst[0] <= TOLERANCE
+    said = f"{was.samples} samples both; {len(weights)} weights within {worst[0]:.2g} ({worst[1]})"
+    return said, worst[0] <= TOLERANCE
 
 
 def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -97,11 +97,12 @@ def _distance(one: torch.Tensor, other: torch.Tensor) -> float:
     return float((one.double() - other.double()).abs().max() / one.double().abs().max().clamp_min(1e-30))
 
 
-def _text(value: object) -> str:
+def text(value: object) -> str:
+    """A nest of tensors and primitives in full, for comparison."""
     if isinstance(value, torch.Tensor):
         return str(value.tolist())
     if isinstance(value, dict):
-        return str({key: _text(item) for key, item in sorted(value.items())})
+        return str({key: text(item) for key, item in sorted(value.items())})
     if isinstance(value, list | tuple):
-        return str([_text(item) for item in value])
+        return str([text(item) for item in value])
     return repr(value)

@@ -26,7 +26,7 @@ def train(context: Context, *flags: str) -> tuple[Any, dict[str, Any]]:
     try:
         run = small_gpt.train(context, *flags)
         state = rank_state.generators()
-        return run, {name: repr(state[name]) for name in state}
+        return run, {name: compare_checkpoints.text(state[name]) for name in state}
     except SystemExit as end:
         return end.code, {}
     finally:
@@ -34,7 +34,7 @@ def train(context: Context, *flags: str) -> tuple[Any, dict[str, Any]]:
 
 
 def run(pool: Pool, folder: Path, *flags: str, world: int = 2) -> list[tuple[Any, dict[str, Any]]]:
-    where = ("--save", str(folder), "--stability-record-dir", str(folder / "stability"))
+    where = ("--save-interval", "1000", "--save", str(folder), "--stability-record-dir", str(folder / "stability"))
     return pool.run(train, *RUN, *where, *flags, world=world, timeout=400)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import re
 import shutil
 from argparse import Namespace
@@ -12,6 +13,7 @@ import pytest
 
 from megatron_stability.errors import UsageError
 from megatron_stability.record import generations, manifest
+from megatron_stability.record.compare_checkpoints import text
 from megatron_stability.record.manifest import Manifest
 from tests.dist.pool import Context, Pool
 
@@ -130,6 +132,7 @@ def test_changes_are_listed_and_refused_unless_named(patched_ranks: Pool) -> Non
 
 def judge(context: Context) -> dict[str, Any]:
     """Post-load checks on one linear layer, healthy and hurt; and generators there and back."""
+    import numpy as np
     import torch
 
     context.megatron()
@@ -141,10 +144,13 @@ def judge(context: Context) -> dict[str, Any]:
     saved = rank_state.packed(prints)
     said = {"healthy": rank_state.complaint(prints, saved), "replicas": rank_state.check_replicas(model, prints)}
     state = rank_state.generators()
-    drawn = [torch.rand(3), torch.cuda.FloatTensor(3).uniform_()]
+    torch.rand(3)
+    torch.cuda.manual_seed(5)
+    random.random()
+    np.random.rand()
+    moved = rank_state.generators()
     rank_state.restore_generators(state)
-    again = [torch.rand(3), torch.cuda.FloatTensor(3).uniform_()]
-    said["generators"] = all(torch.equal(one, two) for one, two in zip(drawn, again, strict=True))
+    said["generators"] = text(rank_state.generators()) == text(state) != text(moved)
     with torch.no_grad():
         weight = model[0].weight.view(-1)
         if context.rank == 1:
@@ -169,3 +175,55 @@ def test_loaded_tensors_are_checked_against_what_was_saved_and_against_replicas(
     assert "weights of rank 1 differ from those of rank 0" in first["other replica"]
     assert "100" in first["range"]
     assert "NaN or Inf" in first["nan"]
+
+
+def partial_load(context: Context) -> list[str]:
+    """What is said of a strict load that failed, refused and allowed; and the exit code of a failed load."""
+    from megatron_stability import config
+    from megatron_stability.megatron import seams
+    from megatron_stability.megatron.checkpoint import Checkpoints
+
+    said = []
+    for allowed in (False, True):
+        tree = config.StabilityConfig(checkpoint=config.Checkpoint(allow_partial_load=allowed))
+        try:
+            Checkpoints(tree, Namespace()).strict_load_failed(RuntimeError("Missing key(s): layers.0\n  weight"))
+            said.append("goes on")
+        except UsageError as error:
+            said.append(str(error))
+    assert seams.failed_load_code() is None  # no runtime: as stock
+    return said
+
+
+def test_a_failed_strict_load_is_not_repeated_leniently(patched_ranks: Pool) -> None:
+    (refused, allowed), *_ = patched_ranks.run(partial_load, world=1)
+    assert "Missing key(s): layers.0 weight" in refused
+    assert "--stability-checkpoint-allow-partial-load" in refused
+    assert allowed == "goes on"
+
+
+def data_hashes(context: Context, prefix: str) -> dict[str, str]:
+    from megatron_stability import config
+    from megatron_stability.megatron import training_args
+
+    args = Namespace(data_path=["0.5", prefix, "0.5", prefix + "-other"], tokenizer_model=prefix + ".model")
+    return training_args.hashes(args, config.StabilityConfig())
+
+
+def test_hashes_follow_the_bytes_of_index_and_tokenizer_and_not_their_names(
+    patched_ranks: Pool, tmp_path: Path
+) -> None:
+    def look(folder: Path) -> dict[str, str]:
+        return patched_ranks.run(data_hashes, str(folder / "text"), world=1)[0]
+
+    for folder in (tmp_path / "a", tmp_path / "b"):
+        folder.mkdir()
+        for name in ("text.idx", "text.bin", "text-other.idx", "text-other.bin", "text.model"):
+            (folder / name).write_bytes(name.encode() * 50)
+    first = look(tmp_path / "a")
+    assert look(tmp_path / "b") == first
+    flip(tmp_path / "b" / "text-other.idx")
+    second = look(tmp_path / "b")
+    assert {name for name in first if first[name] != second[name]} == {"dataset"}
+    flip(tmp_path / "b" / "text.model")
+    assert look(tmp_path / "b")["tokenizer"] != first["tokenizer"]

@@ -1,10 +1,12 @@
-"""kill -9 of every rank at random moments around saves of a real run, which then resumes, again and again.
+"""Death of every rank at random moments around saves of a real run, and what can be resumed from.
 
-    python -m tests.drills.kill_around_save --kills 50 --out tests/drills/kill_around_save.json
+    python -m tests.drills.kill_around_save --moments 60 --kills 6 --out tests/drills/kill_around_save.json
 
-One chain of runs shares a folder: each resumes, saves every step, and is killed at a random moment after a save began.
-The last one goes on to its end. Then: each resumed from the newest whole generation, no sample is lost or repeated on
-the surviving trajectory, the ledger agrees, and the end equals that of a run that was never killed, to the bit.
+A kill -9 leaves the files as they are at that moment. So for most moments one run saves at every step while all its
+processes are stopped again and again (SIGSTOP), its folder is copied, and they go on; each copy is judged as what a
+killed run would have left: which generation a resume takes, and the ledger after that resume. For the others, every
+rank is really killed and the run really resumed, in one chain that goes on to its end, which must equal that of a run
+that was never killed, to the bit.
 """
 
 from __future__ import annotations
@@ -13,12 +15,14 @@ import argparse
 import json
 import os
 import random
+import shutil
 import signal
 import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,32 +41,93 @@ RUN = (
 WINDOW_S = 0.5  # a kill comes so long, at most, after a save began: during it, at its marker, or steps later
 
 
-def train(context: Context, folder: str, kill: tuple[int, float] | None, flags: Sequence[str]) -> None:
-    """One run of the chain; `kill`: all ranks die `kill[1]` seconds after the `kill[0]`-th save began."""
+Harm = Callable[[Path, list[int]], None]  # in a child of rank 0, with every rank's process id
+
+
+def train(context: Context, folder: str, harm: Harm | None, flags: Sequence[str]) -> None:
+    """One run; `harm` works beside it."""
     import torch.distributed as dist
 
     from megatron_stability.megatron import seams
 
-    if kill is not None:
-        pids: list[Any] = [None] * context.world
-        dist.all_gather_object(pids, os.getpid())
-        if context.rank == 0 and os.fork() == 0:
-            _kill_later(Path(folder), pids, *kill)
+    pids: list[Any] = [None] * context.world
+    dist.all_gather_object(pids, os.getpid())
+    if harm is not None and context.rank == 0 and os.fork() == 0:
+        os.setpgid(0, 0)
+        harm(Path(folder), pids)
+        os._exit(0)
     try:
         small_gpt.train(context, *RUN, "--save", folder, "--load", folder, *flags)
+    except SystemExit as end:  # --exit-interval
+        if end.code:
+            raise RuntimeError(f"exit code {end.code}") from None
     finally:
         seams.uninstall()
 
 
-def _kill_later(folder: Path, pids: list[int], saves: int, delay_s: float) -> None:
-    """In a child of rank 0."""
+def _wait_for_saves(folder: Path, number: int) -> None:
+    """Until `number` more saves have begun."""
     known, deadline = {path.name for path in folder.glob("iter_*")}, time.monotonic() + 300
-    while len({path.name for path in folder.glob("iter_*")} - known) < saves and time.monotonic() < deadline:
+    while len({path.name for path in folder.glob("iter_*")} - known) < number and time.monotonic() < deadline:
         time.sleep(0.001)
+
+
+def kill(saves: int, delay_s: float, folder: Path, pids: list[int]) -> None:
+    """Every rank dies `delay_s` after the `saves`-th save began."""
+    _wait_for_saves(folder, saves)
     time.sleep(delay_s)
     for pid in pids:
         os.kill(pid, signal.SIGKILL)
-    os._exit(0)
+
+
+def stop_and_copy(copies: str, number: int, seed: int, folder: Path, pids: list[int]) -> None:
+    """`number` times, after a save began: stop every process of every rank, copy the folder, let them go on."""
+    chosen = random.Random(seed)
+    for each in range(number):
+        _wait_for_saves(folder, 1)
+        time.sleep(chosen.uniform(0, WINDOW_S))
+        for pid in pids:
+            os.killpg(pid, signal.SIGSTOP)
+        time.sleep(0.01)
+        shutil.copytree(folder, Path(copies) / f"{each:03d}")
+        for pid in pids:
+            os.killpg(pid, signal.SIGCONT)
+
+
+def moments(
+    pool: Pool, folder: Path, number: int, seed: int, how: Sequence[str] = (), world: int = 2
+) -> dict[str, Any]:
+    """One run, stopped and copied at `number` moments; each copy judged."""
+    copies = folder.with_name(folder.name + "-copies")
+    copies.mkdir()
+    harm = partial(stop_and_copy, str(copies), number, seed)
+    last = ("--stability-checkpoint-keep", "3", "--exit-interval", str(number + 20))
+    pool.run(train, str(folder), harm, (*how, *last), world=2, timeout=1500)
+    judged = [_judge(copy) for copy in sorted(copies.iterdir())]
+    return {
+        "moments": len(judged),
+        "newest_was": dict(Counter(each["newest_was"] for each in judged)),
+        "bad": [each for each in judged if each["findings"]],
+        "each": judged,
+    }
+
+
+def _judge(copy: Path) -> dict[str, Any]:
+    """As a resume would: choose, open the ledger there, and account for every sample up to it."""
+    left = _left_behind(copy)
+    good = generations.newest_good(copy)
+    step, samples = (good.step, good.manifest.samples) if good is not None and good.manifest is not None else (0, 0)
+    info = ledger.RunInfo(mode="act", versions={}, layout={})
+    ledger.Ledger.open(copy / "stability", resume_step=step, resume_sample=samples, run_info=info).close()
+    view = ledger.read(copy / "stability")
+    findings = [finding.message for finding in fates.audit(view)]
+    if [each.step for each in view.surviving] != list(range(1, step + 1)):
+        findings.append(f"the ledger's steps are not 1 to {step}")
+    if sum(each.samples for each in view.surviving) != samples:
+        findings.append("the ledger's samples are not the checkpoint's")
+    if left["tracker"] not in (None, step) and left["tracker"] != step - 1:
+        findings.append(f"the tracker names {left['tracker']}, and {step} is the newest whole one")
+    return left | {"findings": findings}
 
 
 def chain(pool: Pool, folder: Path, kills: int, seed: int, how: Sequence[str] = (), world: int = 2) -> dict[str, Any]:
@@ -73,14 +138,13 @@ def chain(pool: Pool, folder: Path, kills: int, seed: int, how: Sequence[str] = 
     """
     chosen, deaths = random.Random(seed), []
     for number in range(kills):
-        kill = (chosen.choice((1, 1, 2)), chosen.uniform(0, WINDOW_S))
+        when = (chosen.choice((1, 1, 2)), chosen.uniform(0, WINDOW_S))
         try:
-            pool.run(train, str(folder), kill, tuple(how), world=world, timeout=400)
+            pool.run(train, str(folder), partial(kill, *when), tuple(how), world=world, timeout=400)
         except RankDied:
-            deaths.append(_left_behind(folder, kill))
+            deaths.append(_left_behind(folder))
         else:
             raise AssertionError(f"run {number} was not killed")
-        print(f"{number + 1}/{kills} {deaths[-1]}", file=sys.stderr, flush=True)
     resumed_from = generations.newest_good(folder)
     end = (resumed_from.step if resumed_from is not None else 0) + 2
     last = ("--exit-interval", str(end), "--save-interval", "1000")
@@ -106,14 +170,12 @@ def chain(pool: Pool, folder: Path, kills: int, seed: int, how: Sequence[str] = 
     }
 
 
-def _left_behind(folder: Path, kill: tuple[int, float]) -> dict[str, Any]:
+def _left_behind(folder: Path) -> dict[str, Any]:
     found = generations.generations(folder, full=True)
     good = next((each for each in found if each.state == "complete"), None)
     bad = [str(each) for each in found if each.state not in ("complete", "incomplete")]
     assert not bad, bad
     return {
-        "saves": kill[0],
-        "after_s": round(kill[1], 4),
         "newest_was": found[0].state if found else "none",
         "newest_whole": good.step if good is not None else 0,
         "tracker": generations.read_tracker(folder),
@@ -121,29 +183,41 @@ def _left_behind(folder: Path, kill: tuple[int, float]) -> dict[str, Any]:
 
 
 def passed(result: dict[str, Any]) -> bool:
-    """Whether a chain's result is as it must be."""
+    """Whether a chain's result is as it must be; an empty one is of no chain."""
+    if not result:
+        return True
     right = result["from_newest_whole"] and result["steps_in_order"] and result["end_equals_uninterrupted"]
     return bool(right and not result["audit"])
 
 
 def main() -> int:
-    """Two chains, of synchronous and asynchronous saves."""
+    """Half of the moments and kills with synchronous saves, half with asynchronous ones."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kills", type=int, default=50, help="in all")
+    parser.add_argument("--moments", type=int, default=60, help="stopped and copied, in all")
+    parser.add_argument("--kills", type=int, default=6, help="in all")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("tests/drills/kill_around_save.json"))
     options = parser.parse_args()
     pool, results = Pool(patched_megatron_on_cpu), {}
+    right = True
     try:
         for name, how in (("sync", ()), ("async", ASYNC)):
             with tempfile.TemporaryDirectory() as folder:
-                results[name] = chain(pool, Path(folder) / name, (options.kills + 1) // 2, options.seed, how)
-            options.out.write_text(json.dumps(results, indent=1) + "\n")
+                stopped = moments(pool, Path(folder) / "stopped", options.moments // 2, options.seed, how)
+                results[name] = {"stopped": stopped}
+                options.out.write_text(json.dumps(results, indent=1) + "\n")
+                if options.kills:
+                    results[name]["killed"] = chain(
+                        pool, Path(folder) / "killed", options.kills // 2, options.seed, how
+                    )
+                options.out.write_text(json.dumps(results, indent=1) + "\n")
+                right = right and not stopped["bad"] and passed(results[name].get("killed", {}))
     finally:
         pool.close()
     for name, result in results.items():
-        print(name, {key: value for key, value in result.items() if key != "deaths"})
-    return 0 if all(passed(result) for result in results.values()) else 1
+        for kind, parts in result.items():
+            print(name, kind, {key: value for key, value in parts.items() if key not in ("each", "deaths")})
+    return 0 if right else 1
 
 
 if __name__ == "__main__":

@@ -43,7 +43,7 @@ def test_order_and_length_count(values: list[int], data: st.DataObject) -> None:
 def test_chunks_do_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
     tensor = torch.randn(1000, generator=torch.Generator().manual_seed(0))
     whole = int(fingerprint.bits(tensor))
-    monkeypatch.setattr(fingerprint, "CHUNK", 7)
+    monkeypatch.setattr(fingerprint, "CHUNK_CPU", 7)
     assert int(fingerprint.bits(tensor)) == whole
     assert int(fingerprint.bits(tensor.view(10, 100).t().contiguous().t())) == whole  # strides do not matter
 
