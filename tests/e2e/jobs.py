@@ -8,7 +8,6 @@ A template has imported one release of Megatron once, stock or patched in memory
 from __future__ import annotations
 
 import importlib
-import os
 import sys
 from functools import partial
 from pathlib import Path
@@ -18,6 +17,7 @@ from megatron_stability.megatron import cpu
 from megatron_stability.records import Decision, StepRecord
 from tests.dist.pool import Context, Pool, torch_only
 from tests.e2e import artifacts
+from tests.older_megatron import older_release
 
 MODEL = (
     *("--num-layers", "2", "--hidden-size", "64", "--num-attention-heads", "4", "--seq-length", "64"),
@@ -60,15 +60,6 @@ def _prepare(release: str | None, patched: bool) -> None:
     cpu.install()
     importlib.import_module("torch.utils.tensorboard")
     importlib.import_module("megatron_stability.megatron.pretrain")
-
-
-def older_release() -> str:
-    """The folder where `ci/env.sh` puts megatron-core 0.18.2 beside the environment's own release."""
-    named = os.environ.get("MEGATRON_CORE_0_18_2")
-    folder = Path(named) if named else Path(sys.prefix) / "megatron-core-0.18.2"
-    if not (folder / "megatron" / "core").is_dir():
-        raise FileNotFoundError(f"{folder} does not hold megatron-core 0.18.2; run `bash ci/env.sh`")
-    return str(folder)
 
 
 def stock() -> None:

@@ -9,10 +9,10 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping
-from importlib.metadata import distributions
 from pathlib import Path
 
 from megatron_stability.megatron.patching.tree import detect_version, installed_root
+from tests.older_megatron import older_release
 
 HEADER = "What: opens a seam.\nWhy: a test\n  needs one.\nUpstream: none.\nRemove when: the test goes.\n\n"
 
@@ -82,14 +82,8 @@ def write_series(patches: Path, version: str = "0.19.2") -> Path:
 
 
 def stock_megatrons() -> dict[str, Path]:
-    """Real Megatron trees by version: the installed one, and those in MEGATRON_STABILITY_STOCK.
-
-    That variable lists folders, separated as in PATH, each with an unpacked wheel of megatron-core.
-    """
-    roots = [Path(entry) for entry in os.environ.get("MEGATRON_STABILITY_STOCK", "").split(os.pathsep) if entry]
-    if any(distributions(name="megatron-core")):
-        roots.append(installed_root())
-    return {detect_version(root)[0]: root for root in roots}
+    """Real Megatron trees by version: the installed one, and the older one that `ci/env.sh` unpacks beside it."""
+    return {detect_version(root)[0]: root for root in (installed_root(), Path(older_release()))}
 
 
 def copy_targets(stock: Path, target: Path, paths: Iterable[str]) -> None:
