@@ -21,7 +21,7 @@ from typing import Literal
 
 import torch
 
-from megatron_stability.numerics.fp8_formats import Fp8Format, Quantized, amax, saturating_cast
+from megatron_stability.numerics.fp8_formats import Fp8Format, Quantized, amax, saturating_round
 
 FLOAT32_MAX = torch.finfo(torch.float32).max
 TILE, MX_BLOCK = 128, 32  # elements a scale covers: Float8BlockScaling, MXFP8
@@ -68,9 +68,9 @@ def quantize(x: torch.Tensor, scale: torch.Tensor, fmt: Fp8Format) -> Quantized:
         fmt: target format.
 
     Returns:
-        Codes and 1 / scale.
+        Values and 1 / scale.
     """
-    return Quantized(saturating_cast(x.float() * scale, fmt), scale.reciprocal())
+    return Quantized(saturating_round(x.float() * scale, fmt), scale.reciprocal(), fmt.dtype)
 
 
 def quantize_current(x: torch.Tensor, fmt: Fp8Format, *, power_of_two: bool = False) -> Quantized:
@@ -82,7 +82,7 @@ def quantize_current(x: torch.Tensor, fmt: Fp8Format, *, power_of_two: bool = Fa
         power_of_two: TE's `use_power_2_scales`, off by default there.
 
     Returns:
-        Codes, and one `scale_inv`.
+        Values, and one `scale_inv`.
     """
     limit = torch.finfo(x.dtype).max
     return quantize(x, current_scale(amax(x), fmt, power_of_two=power_of_two, value_for_inf=limit), fmt)
@@ -149,7 +149,7 @@ def quantize_tiles(
         power_of_two: on in TE unless NVTE_FP8_BLOCK_SCALING_FP32_SCALES=1.
 
     Returns:
-        Codes [R, C]; `scale_inv` [R, C] expanded to elements where edges are partial, else a broadcast of the tiles.
+        Values [R, C], and one `scale_inv` a tile.
     """
     rows, columns = x.shape
     r, c = tile
@@ -158,8 +158,8 @@ def quantize_tiles(
     tiles = padded.view(view)
     limit = torch.finfo(x.dtype).max
     scale = current_scale(amax(tiles, (1, 3)), fmt, power_of_two=power_of_two, value_for_inf=limit)[:, None, :, None]
-    codes = saturating_cast(tiles.float() * scale, fmt)
-    return _cut(codes, scale.reciprocal(), view, rows, columns)
+    values = saturating_round(tiles.float() * scale, fmt)
+    return _cut(Quantized(values, scale.reciprocal(), fmt.dtype, view), rows, columns)
 
 
 def quantize_mxfp8(x: torch.Tensor, fmt: Fp8Format) -> Quantized:
@@ -170,15 +170,15 @@ def quantize_mxfp8(x: torch.Tensor, fmt: Fp8Format) -> Quantized:
         fmt: target format (E4M3 in TE's recipe, for gradients too).
 
     Returns:
-        Codes and scales, as `quantize_tiles`.
+        Values and scales, as `quantize_tiles`.
     """
     rows, columns = x.shape
     padded = _padded(x, 1, MX_BLOCK)
     view = (rows, 1, padded.shape[1] // MX_BLOCK, MX_BLOCK)
     blocks = padded.view(view)
     exponent = e8m0(amax(blocks, (1, 3)) * _reciprocal_max(fmt))[:, None, :, None]
-    codes = saturating_cast(blocks.float() * _power(_E8M0_BIAS - exponent), fmt)
-    return _cut(codes, _power(exponent - _E8M0_BIAS), view, rows, columns)
+    values = saturating_round(blocks.float() * _power(_E8M0_BIAS - exponent), fmt)
+    return _cut(Quantized(values, _power(exponent - _E8M0_BIAS), fmt.dtype, view), rows, columns)
 
 
 def e8m0(value: torch.Tensor) -> torch.Tensor:
@@ -208,11 +208,12 @@ def _padded(x: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
     return torch.nn.functional.pad(x, (0, missing[1], 0, missing[0])) if any(missing) else x.contiguous()
 
 
-def _cut(
-    codes: torch.Tensor, scale_inv: torch.Tensor, view: tuple[int, int, int, int], rows: int, columns: int
-) -> Quantized:
+def _cut(padded: Quantized, rows: int, columns: int) -> Quantized:
+    """Take the padding off; the scales of partial tiles are spread over elements, since no view fits them."""
+    view = padded.values.shape
     whole = (view[0] * view[1], view[2] * view[3])
     if whole == (rows, columns):
-        return Quantized(codes.view(whole), scale_inv, view)
-    cut = codes.view(whole)[:rows, :columns].contiguous()
-    return Quantized(cut, scale_inv.expand(view).reshape(whole)[:rows, :columns].contiguous())
+        return Quantized(padded.values.view(whole), padded.scale_inv, padded.dtype, tuple(view))
+    values = padded.values.view(whole)[:rows, :columns].contiguous()
+    scale_inv = padded.scale_inv.expand(view).reshape(whole)[:rows, :columns].contiguous()
+    return Quantized(values, scale_inv, padded.dtype)

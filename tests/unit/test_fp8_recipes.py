@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_stability.numerics import fp8_recipes as recipes
-from megatron_stability.numerics.fp8_formats import E4M3, E5M2, Fp8Format, amax, saturating_cast
+from megatron_stability.numerics.fp8_formats import E4M3, E5M2, Fp8Format, amax, saturating_round
 
 FORMATS = [E4M3, E5M2]
 F32_MAX = float(torch.finfo(torch.float32).max)
@@ -70,10 +70,21 @@ def test_cast_rounds_to_nearest_even_and_saturates(fmt: Fp8Format) -> None:
     values = all_values(fmt)
     middles = [(a + b) / 2 for a, b in itertools.pairwise(values)]
     inputs = [*values, *middles, 1e30, -1e30, math.inf, -math.inf, math.nan, fmt.tiny / 2, fmt.tiny * 0.51]
-    got = saturating_cast(torch.tensor(inputs), fmt).float().tolist()
+    got = saturating_round(torch.tensor(inputs), fmt).tolist()
     for value, code in zip(inputs, got, strict=True):
         want = naive_cast(value, fmt, values)
         assert code == want or (math.isnan(code) and math.isnan(want)), value
+
+
+@pytest.mark.parametrize("fmt", FORMATS, ids=lambda f: f.name)
+def test_rounding_in_float32_equals_the_clamped_cast_for_every_upper_half_of_a_float(fmt: Fp8Format) -> None:
+    high = torch.arange(1 << 16, dtype=torch.int32) << 16
+    for low in (0, 1, 0x8000, 0xFFFF):  # below, at and above what a tie looks like
+        x = (high | low).view(torch.float32)
+        x = x[~x.isnan()]
+        want = x.clamp(-fmt.max, fmt.max).to(fmt.dtype)
+        assert torch.equal(saturating_round(x, fmt).to(fmt.dtype).view(torch.uint8), want.view(torch.uint8))
+        assert torch.equal(saturating_round(x, fmt), want.float())
 
 
 @pytest.mark.parametrize("power_of_two", [True, False])
