@@ -124,7 +124,7 @@ def _chunk_stats(x: torch.Tensor, scale: torch.Tensor, fmt: Fp8Format) -> torch.
     underflowed = nonzero - int(torch.count_nonzero(values))  # a zero never gets a value other than 0
     saturated = int(torch.count_nonzero(scaled.abs_() > fmt.max))
     error = values.mul_(scale.reciprocal()).sub_(x)
-    signal, noise = (float(torch.dot(part.view(-1), part.view(-1))) for part in (x, error))
+    signal, noise = (float(torch.dot(part.reshape(-1), part.reshape(-1))) for part in (x, error))
     nonfinite = 0
     if not (math.isfinite(signal) and math.isfinite(noise)):
         nonfinite, largest, signal, noise = _with_nonfinite(x, error)

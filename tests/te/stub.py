@@ -15,16 +15,8 @@ import warnings
 import zlib
 from typing import Any
 
-
-class DType(enum.IntEnum):
-    kByte = 0
-    kInt32 = 2
-    kFloat32 = 4
-    kFloat16 = 5
-    kBFloat16 = 6
-    kFloat8E4M3 = 7
-    kFloat8E5M2 = 8
-    kFloat4E2M1 = 10
+_TYPES = {"Byte": 0, "Int32": 2, "Float32": 4, "Float16": 5, "BFloat16": 6, "Float8E4M3": 7, "Float8E5M2": 8}
+DType = enum.IntEnum("DType", {f"k{name}": number for name, number in {**_TYPES, "Float4E2M1": 10}.items()})
 
 
 class FP8FwdTensors(enum.IntEnum):
