@@ -4,9 +4,9 @@
 
 A fault is found if a rule alerts between its start and its end; its delay is the steps to the first alert there. Alerts
 elsewhere, not within GRACE steps after a fault, are false; those within GAP steps of each other count once. Precision
-is found faults over found faults and false alarms. A rule that alerts often finds a long fault by chance: the recall
-and delay by chance are what it "finds" in the healthy stretch of equal length before each slow burn. Every rule sees
-every step applied (`observe`), and loss and gradient norm alike. The rules:
+is found faults over found faults and false alarms. A rule that alerts often finds a long fault by chance: the rows
+"chance" say what it finds in the healthy stretch of equal length before each slow burn. Every rule sees every step
+applied (`observe`), and, but for stock's and ZClip's, loss and gradient norm alike. The rules:
 
     ours           every detector at its defaults, any verdict from WATCH up
     mu + 3 sigma   loss or norm above mean + 3 standard deviations of its last 100 values
@@ -31,6 +31,7 @@ from megatron_stability.detect.window import Window
 from megatron_stability.records import StepRecord
 
 GRACE, GAP = 100, 20
+SIGMAS = 0.01, 0.02, 0.05  # nats; loss noise of the curves in turn: large, usual and small batches
 Rule = Callable[[StepRecord], bool]
 
 
@@ -142,12 +143,14 @@ def evaluate(name: str, runs: int, steps: int, healthy: int) -> dict[str, float]
     delays: dict[str, list[int]] = {kind: [] for kind in (*KINDS, CHANCE)}
     total, false = dict.fromkeys(delays, 0), 0
     for seed in range(runs):
-        found, faults, alarms = score(RULES[name](), synthesize(seed, steps, faults=True))
+        found, faults, alarms = score(RULES[name](), synthesize(5000 + seed, steps, True, SIGMAS[seed % 3]))
         false += alarms
         for kind in delays:
             delays[kind] += found[kind]
             total[kind] += faults[kind]
-    quiet = sum(score(RULES[name](), synthesize(1000 + seed, 20000, faults=False))[2] for seed in range(healthy))
+    quiet = sum(
+        score(RULES[name](), synthesize(6000 + seed, 20000, False, SIGMAS[seed % 3]))[2] for seed in range(healthy)
+    )
     hits, faults_in_all = sum(len(delays[kind]) for kind in KINDS), sum(total[kind] for kind in KINDS)
     precision, recall = hits / (hits + false) if hits + false else 0.0, hits / faults_in_all
     row = {"precision": precision, "recall": recall}

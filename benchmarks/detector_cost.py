@@ -16,8 +16,10 @@ import random
 import time
 from collections.abc import Sequence
 
+from megatron_stability.decide.config import Decide
+from megatron_stability.decide.policy import TablePolicy
 from megatron_stability.detect import build
-from megatron_stability.detect.base import Detector
+from megatron_stability.detect.base import Detector, Stateless
 from megatron_stability.detect.config import Detect
 from megatron_stability.records import StepRecord
 
@@ -66,12 +68,33 @@ def seconds(detectors: Sequence[Detector], steps: Sequence[StepRecord]) -> float
     return (time.process_time() - start) / len(steps)
 
 
+def policy_cost(steps: Sequence[StepRecord]) -> tuple[list[float], int]:
+    """Microseconds a step of the policy without a verdict, by chunk, and bytes of its state."""
+    policy, cost = TablePolicy(Decide(), "act"), []
+    for at in range(0, len(steps), CHUNK):
+        start = time.process_time()
+        for record in steps[at : at + CHUNK]:
+            policy.settle(policy.decide(record, ()))
+        cost.append((time.process_time() - start) / CHUNK * 1e6)
+    return sorted(cost), len(json.dumps(policy.state_dict()))
+
+
+def empty_call() -> float:
+    """Seconds of a call of a method that does nothing: a yardstick for how busy and how fast the machine is."""
+    detector, calls = Stateless(), 100_000
+    start = time.process_time()
+    for _ in range(calls):
+        detector.reset()
+    return (time.process_time() - start) / calls
+
+
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=20000)
     steps = parser.parse_args().steps
     bare, full = records(steps, signals=False), records(steps, signals=True)
+    print(f"an empty method call takes {empty_call() * 1e9:.0f} ns here and now")
     print(f"{'detector':26} {'us/step':>9} {'median':>9} {'state bytes':>12}")
     rows: list[tuple[str, list[StepRecord], list[Detector]]] = [
         (detector.name, full, [detector]) for detector in build(Detect())
@@ -84,6 +107,8 @@ def main() -> None:
             largest = max(largest, len(json.dumps({d.name: d.state_dict() for d in detectors})))
         cost.sort()
         print(f"{label:26} {cost[len(cost) // 10]:9.2f} {cost[len(cost) // 2]:9.2f} {largest:12d}")
+    cost, largest = policy_cost(full)
+    print(f"{'policy':26} {cost[len(cost) // 10]:9.2f} {cost[len(cost) // 2]:9.2f} {largest:12d}")
 
 
 if __name__ == "__main__":

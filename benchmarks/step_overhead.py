@@ -1,8 +1,9 @@
 """Claim: at its defaults the layer costs at most 1 % of a step, and nothing when off.
 
-    python -m benchmarks.step_overhead [--hidden-size 512] [--steps 60] [--json FILE]
+    python -m benchmarks.step_overhead [--hidden-size 512] [--steps 60] [--device cpu] [--json FILE]
 
-Two readings on one rank of a real Megatron run on the CPU backend:
+Two readings on one rank of a real Megatron run, on the CPU backend or (`--device cuda`, timed by CUDA events, with the
+host synchronisations inside our calls counted) on a GPU:
 
     inside   time spent in our calls / step time, summed over the steps with the layer on
     paired   neighbouring steps of one run, the layer on in one and off in the other: median of on/off, with a 95 %
@@ -14,6 +15,7 @@ Collectives are counted, not timed, on two data-parallel ranks: stock Megatron, 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import math
 import multiprocessing as mp
@@ -23,14 +25,21 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
+from megatron_stability.megatron.ranks import rendezvous
+
 WARM_UP = 8  # steps before the first reading
+GPU_FLAGS = (  # one GPU without Transformer Engine and Apex
+    *("--transformer-impl", "local", "--no-persist-layer-norm", "--no-gradient-accumulation-fusion"),
+    *("--no-masked-softmax-fusion", "--no-rope-fusion"),
+)
 
 
 def flags(hidden_size: int, steps: int, folder: str) -> list[str]:
@@ -38,19 +47,67 @@ def flags(hidden_size: int, steps: int, folder: str) -> list[str]:
     return [
         *("--num-layers", "4", "--hidden-size", str(hidden_size), "--num-attention-heads", "8", "--seq-length", "256"),
         *("--max-position-embeddings", "256", "--micro-batch-size", "1", "--global-batch-size", "2", "--lr", "1e-4"),
-        *("--train-iters", str(steps), "--mock-data", "--vocab-size", "8191", "--eval-iters", "0", "--bf16"),
+        *("--train-iters", str(steps), "--mock-data", "--vocab-size", "8191", "--eval-iters", "0"),
         *("--eval-interval", "1000", "--log-interval", "1000", "--num-workers", "0", "--seed", "7"),
         *("--stability-record-dir", folder),
     ]
 
 
-def measure(hidden_size: int, steps: int, folder: str, pipe: Any) -> None:
-    """In a process of its own: train, and send ([(on, step seconds, seconds inside our calls)], parameters)."""
+class HostClock:
+    """Seconds between marks; a mark is a reading of the host's clock."""
+
+    def mark(self) -> float:
+        return time.perf_counter()
+
+    def between(self, first: float, second: float) -> float:
+        return second - first
+
+    @contextlib.contextmanager
+    def synchronisations(self) -> Iterator[list[Any]]:
+        """What `torch.cuda` would warn of; nothing on a CPU."""
+        yield []
+
+
+class DeviceClock:
+    """Seconds between marks; a mark is an event in the device's stream, so that nothing waits for it."""
+
+    def mark(self) -> Any:
+        event = self._torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def __init__(self) -> None:
+        import torch
+
+        self._torch = torch
+
+    def between(self, first: Any, second: Any) -> float:
+        second.synchronize()
+        return float(first.elapsed_time(second)) / 1e3
+
+    @contextlib.contextmanager
+    def synchronisations(self) -> Iterator[list[Any]]:
+        """The host synchronisations that torch saw inside the block."""
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            self._torch.cuda.set_sync_debug_mode("warn")
+            try:
+                yield seen
+            finally:
+                self._torch.cuda.set_sync_debug_mode("default")
+
+
+def measure(device: str, hidden_size: int, steps: int, folder: str, pipe: Any) -> None:
+    """In a process of its own: train, and send the steps and the number of parameters.
+
+    A step is (on, step seconds, seconds inside our calls, host synchronisations inside our calls).
+    """
     from megatron_stability.megatron.launch import Job
 
-    job = Job((), None, cpu=True, patched=True)
-    os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    job = Job((), None, cpu=device == "cpu", patched=True)
+    os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"} | rendezvous()
     job.prepare()
+    clock = HostClock() if device == "cpu" else DeviceClock()
     from megatron_stability import config as tree
     from megatron_stability.megatron import cpu, seams
     from megatron_stability.megatron import pretrain as gpt
@@ -59,15 +116,20 @@ def measure(hidden_size: int, steps: int, folder: str, pipe: Any) -> None:
     class Alternating(Runtime):
         """On in every second step; keeps the time of each step, and of our calls in it."""
 
-        rows: list[tuple[bool, float, float]] = []  # noqa: RUF012
-        on, began, inside = False, 0.0, 0.0
+        marks: list[tuple[bool, Any, list[tuple[Any, Any]], int]] = []  # noqa: RUF012
+        on, inside, syncs = False, [], 0
 
         def step_begins(self) -> None:
-            now = time.perf_counter()
-            if self.began:
-                self.rows.append((self.on, now - self.began, self.inside))
-            self.began, self.inside, self.on = now, 0.0, not self.on
+            self.on, self.inside, self.syncs = not self.on, [], 0
+            self.marks.append((self.on, clock.mark(), self.inside, 0))
             self._timed(super().step_begins)
+
+        def rows(self) -> list[tuple[bool, float, float, int]]:
+            starts = [mark for _, mark, _, _ in self.marks]
+            return [
+                (on, clock.between(mark, end), sum(clock.between(*pair) for pair in inside), syncs)
+                for (on, mark, inside, syncs), end in zip(self.marks, starts[1:], strict=False)
+            ]
 
         def losses_ready(self, losses_reduced: Any) -> None:
             self._timed(super().losses_ready, losses_reduced)
@@ -84,13 +146,16 @@ def measure(hidden_size: int, steps: int, folder: str, pipe: Any) -> None:
         def _timed(self, call: Callable[..., Any], *arguments: Any) -> Any:
             if not self.on:
                 return None
-            began = time.perf_counter()
-            try:
-                return call(*arguments)
-            finally:
-                self.inside += time.perf_counter() - began
+            began = clock.mark()
+            with clock.synchronisations() as seen:
+                result = call(*arguments)
+            self.inside.append((began, clock.mark()))
+            on, mark, inside, syncs = self.marks[-1]
+            self.marks[-1] = (on, mark, inside, syncs + len(seen))
+            return result
 
-    sys.argv = ["step_overhead", *cpu.FLAGS, *flags(hidden_size, steps, folder), "--stability-mode", "off"]
+    backend = cpu.FLAGS if device == "cpu" else GPU_FLAGS
+    sys.argv = ["step_overhead", *backend, *flags(hidden_size, steps, folder), "--stability-mode", "off"]
     made: list[Alternating] = []
     count = 0
 
@@ -105,7 +170,7 @@ def measure(hidden_size: int, steps: int, folder: str, pipe: Any) -> None:
         return model
 
     gpt.main(model_provider=provider, on_arguments=on_arguments)
-    pipe.send((made[0].rows[WARM_UP:], count))
+    pipe.send((made[0].rows()[WARM_UP:], count))
 
 
 def count_collectives(mode: str, rank: int, port: int, folder: str, pipe: Any) -> None:
@@ -143,10 +208,10 @@ def _in_process(target: Callable[..., None], *arguments: Any) -> tuple[Any, Any]
     return process, mine
 
 
-def run(hidden_size: int, steps: int) -> dict[str, Any]:
+def run(device: str, hidden_size: int, steps: int) -> dict[str, Any]:
     """All figures of the claim."""
     with tempfile.TemporaryDirectory() as folder:
-        process, pipe = _in_process(measure, hidden_size, steps, folder)
+        process, pipe = _in_process(measure, device, hidden_size, steps, folder)
         rows, parameters = pipe.recv()
         process.join()
     on = [row for row in rows if row[0]]
@@ -154,11 +219,9 @@ def run(hidden_size: int, steps: int) -> dict[str, Any]:
     ratios = [(b[1] / a[1]) if b[0] else (a[1] / b[1]) for a, b in pairs]
     low, high = interval(ratios)
     collectives = {}
-    for mode in ("stock", "off", "on"):
+    for mode in ("stock", "off", "on") if device == "cpu" else ():
         with tempfile.TemporaryDirectory() as folder:
-            from megatron_stability.megatron.ranks import _rendezvous
-
-            port = int(_rendezvous()["MASTER_PORT"])
+            port = int(rendezvous()["MASTER_PORT"])
             ranks = [_in_process(count_collectives, mode, rank, port, f"{folder}/{rank}") for rank in range(2)]
             collectives[mode] = [pipe.recv() for _, pipe in ranks].pop()
             for process, _ in ranks:
@@ -168,6 +231,7 @@ def run(hidden_size: int, steps: int) -> dict[str, Any]:
         "steps_on": len(on),
         "step_seconds_off_median": statistics.median(row[1] for row in rows if not row[0]),
         "inside_share": math.fsum(row[2] for row in on) / math.fsum(row[1] for row in on),
+        "host_synchronisations_a_step": max(row[3] for row in on),
         "paired_ratio_median": statistics.median(ratios),
         "paired_ratio_95": [low, high],
         "collectives_in_10_steps": collectives,
@@ -179,21 +243,26 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hidden-size", type=int, default=512)
     parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--json", type=Path, default=None)
     options = parser.parse_args()
-    result = run(options.hidden_size, options.steps)
+    result = run(options.device, options.hidden_size, options.steps)
     counts = result["collectives_in_10_steps"]
-    total = {mode: sum(calls.values()) for mode, calls in counts.items()}
     low, high = result["paired_ratio_95"]
-    table = Table("claim", "seen", title=f"Step overhead, {result['parameters']:,} parameters, one CPU rank")
+    table = Table(
+        "claim", "seen", title=f"Step overhead, {result['parameters']:,} parameters, one rank, {options.device}"
+    )
     table.add_row("time inside our calls / step time (at most 1 %)", f"{result['inside_share']:.3%}")
     table.add_row("paired step time, on / off", f"{result['paired_ratio_median']:.4f} (95 %: {low:.4f} to {high:.4f})")
     table.add_row("step time, off", f"{result['step_seconds_off_median'] * 1e3:.0f} ms")
-    table.add_row("collectives in 10 steps: stock, off, on", f"{total['stock']}, {total['off']}, {total['on']}")
+    if options.device == "cuda":
+        table.add_row("host synchronisations in our calls, a step", str(result["host_synchronisations_a_step"]))
+    for mode, calls in counts.items():
+        table.add_row(f"collectives in 10 steps, {mode}", str(sum(calls.values())))
     Console().print(table)
     if options.json:
         options.json.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
-    return 0 if result["inside_share"] <= 0.01 and counts["stock"] == counts["off"] else 1
+    return 0 if result["inside_share"] <= 0.01 and counts.get("stock") == counts.get("off") else 1
 
 
 if __name__ == "__main__":

@@ -5,7 +5,9 @@ set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)
 cd "$root"
 lock=requirements/dev.lock
+older=requirements/older-megatron.txt
 venv=.venv
+older_folder=$venv/megatron-core-0.18.2 # a second Megatron, for tests that put it first on sys.path
 owned=$venv/.made-by-ci-env     # written before anything else, so that only an environment of our making is ever removed
 packages_stamp=$venv/.packages  # written last: an environment without it is half-made
 project_stamp=$venv/.project
@@ -100,7 +102,8 @@ make_environment() {
     "$python" -m venv ${uv:+--without-pip} "$venv" || fail "$python could not make a virtual environment in $root/$venv."
     say "2/3 installing $(grep -c '^[a-z]' "$lock") packages with ${uv:-pip} (about 3 GB to download, 5 GB on disk)"
     install -r "$lock" || fail "installing the packages of $lock failed, see above; run this again to start afresh."
-    fingerprint "$venv/bin/python" "$lock" >"$packages_stamp.new"
+    install -r "$older" --target "$older_folder" || fail "installing $older failed, see above; run this again to start afresh."
+    fingerprint "$venv/bin/python" "$lock" "$older" >"$packages_stamp.new"
     mv "$packages_stamp.new" "$packages_stamp"
 }
 
@@ -116,7 +119,7 @@ if [ -e "$venv" ] || [ -L "$venv" ]; then
     [ -f "$owned" ] || fail "$root/$venv was not made by ci/env.sh; move it away and run this again."
 fi
 wanted=${MEGATRON_STABILITY_PYTHON:-$venv/bin/python}
-if ! { "$venv/bin/python" -c "" 2>/dev/null && stamped "$packages_stamp" "$(fingerprint "$wanted" "$lock" || true)"; }; then
+if ! { "$venv/bin/python" -c "" 2>/dev/null && stamped "$packages_stamp" "$(fingerprint "$wanted" "$lock" "$older" || true)"; }; then
     make_environment
 fi
 project=$(fingerprint "$venv/bin/python" setup.py pyproject.toml)

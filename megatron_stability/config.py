@@ -25,6 +25,8 @@ from pydantic.fields import FieldInfo
 from megatron_stability.decide.config import Decide
 from megatron_stability.detect.config import Detect
 from megatron_stability.errors import UsageError
+from megatron_stability.numerics.config import Model
+from megatron_stability.observe.config import Observe, QKClip
 from megatron_stability.section import Section
 
 PREFIX = "--stability"
@@ -49,6 +51,9 @@ class StabilityConfig(Section):
     )
     detect: Detect = Detect()
     decide: Decide = Decide()
+    model: Model = Model()
+    observe: Observe = Observe()
+    qk_clip: QKClip = QKClip()
     record: Record = Record()
 
     @field_validator("mode", mode="before")
@@ -79,11 +84,16 @@ def dest(path: Sequence[str]) -> str:
 
 
 def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add `--stability-config` and one flag a leaf; values stay text (None: not given) until `load` validates them."""
+    """Add `--stability-config` and one flag a leaf.
+
+    Values stay text until `load` validates them; what is not given is not in the namespace, for Megatron prints it all.
+    """
     group = parser.add_argument_group("megatron_stability")
-    group.add_argument("--stability-config", type=str, default=None, metavar="FILE", help="YAML file of the tree")
+    group.add_argument(
+        "--stability-config", type=str, default=argparse.SUPPRESS, metavar="FILE", help="YAML file of the tree"
+    )
     for path, info in leaves():
-        group.add_argument(flag(path), type=str, default=None, metavar=path[-1].upper(), help=_help(info))
+        group.add_argument(flag(path), type=str, default=argparse.SUPPRESS, metavar=path[-1].upper(), help=_help(info))
     return parser
 
 
@@ -97,7 +107,7 @@ def load(file: str | Path | None = None, overrides: Mapping[str, str | None] | N
     """The tree from a YAML file and flag values by `dest` name.
 
     Args:
-        file: a YAML file, or None for defaults.
+        file: a YAML file, or None for `overrides["stability_config"]`, or defaults.
         overrides: `vars(namespace)`; only this tree's own names are read, None means not given.
 
     Returns:
@@ -106,6 +116,7 @@ def load(file: str | Path | None = None, overrides: Mapping[str, str | None] | N
     Raises:
         UsageError: unreadable file, unknown key, wrong type or impossible value; names the flag or file and key.
     """
+    file = file or (overrides or {}).get("stability_config")
     tree = _read(Path(file)) if file else {}
     given: set[tuple[str, ...]] = set()
     for path, info in leaves():

@@ -95,6 +95,22 @@ class StepRecord:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionTable:
+    """Every layer with self-attention and every query head, after one step; rows follow `layers`, over all stages.
+
+    NaN says that a value was not measured, or that a layer has fewer heads than the widest.
+    """
+
+    step: int
+    layers: tuple[str, ...]  # paths in the model, 0-based numbers, e.g. "decoder.layers.7"
+    max_logit_lh: tuple[tuple[float, ...], ...]  # before softcap, over micro-batches and ranks; inf: not finite
+    entropy_lh: tuple[tuple[float, ...], ...]  # nats, mean over queries, least over data-parallel ranks
+    factor_lh: tuple[tuple[float, ...], ...]  # γ of this step's clip, 1 where none was made
+    clips_lh: tuple[tuple[float, ...], ...]  # clips since the process began
+    max_gain_l: tuple[float, ...]  # max|γ| of QK-norm
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
     """What one detector found in one step. A detector that found nothing returns None instead."""
 

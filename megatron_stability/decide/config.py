@@ -60,6 +60,15 @@ class Rule(Section):
         return self
 
 
+class Gate(Section):
+    """The repair gate: what the first steps after a rewind must be like, else the policy escalates."""
+
+    steps: int = Field(50, ge=0, description="finite steps after a rewind that are compared; 0: no gate")
+    loss: float = Field(0.1, gt=0, description="nats that loss and held-out loss may be above the healthy past")
+    norm: float = Field(2.0, gt=1, description="x that the gradient norm may be above the healthy past")
+    slow: float = Field(1.5, gt=1, description="x that seconds a token may be above the healthy past")
+
+
 class Decide(Section):
     """The policy table and its budgets."""
 
@@ -75,3 +84,4 @@ class Decide(Section):
     rewind_skip_steps: int = Field(8, ge=1, description="skip_steps of a rewind by when_exhausted")
     cooldown_steps: int = Field(500, ge=0, description="steps before scale_lr or scale_weight_decay is taken again")
     probation_steps: int = Field(500, ge=0, description="steps after any action in which tiers count one higher")
+    gate: Gate = Gate()

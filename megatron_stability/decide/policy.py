@@ -5,7 +5,7 @@ fault which an action can't cure ends in a HALT instead of a run that stands sti
 
     SKIP                  too many in a row or in 1000 steps -> `when_exhausted`
     REWIND                one more than `max_rewinds` -> HALT; each attempt goes one generation further back, and halves
-                          the learning-rate factor
+                          the learning-rate factor; a continuation that fails the repair gate is the next attempt
     SCALE_LR, SCALE_WD    not again within `cooldown_steps`
     any                   for `probation_steps` afterwards tiers up to LARGE count one higher, but never towards a skip,
                           which judges one step by itself
@@ -18,6 +18,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from megatron_stability.decide.config import Decide, Rule
+from megatron_stability.decide.gate import RepairGate
 from megatron_stability.records import Action, Decision, StepRecord, Tier, Verdict
 
 WINDOW = 1000  # settled steps over which `max_skips_per_1000_steps` counts
@@ -30,7 +31,8 @@ class TablePolicy:
 
     A skip that the fp16 loss scaler itself asked for (overflow while every loss is finite) is its normal search for a
     scale: it leaves the budgets as they are. In `observe` mode nothing is done, non-finite steps are applied as stock
-    applies them, and the budgets follow the advice, so that it says what `act` would do.
+    applies them, and the budgets follow the advice, so that it says what `act` would do; only the repair gate is shut,
+    since there is no continuation to judge.
 
     `Decision.parameters` by `advised` action: SCALE_LR and SCALE_WEIGHT_DECAY carry `factor` and `steps`; REWIND
     `generations`, `skip_steps`, `attempt` (1-based), and `factor` and `steps` where the rule has them.
@@ -39,6 +41,8 @@ class TablePolicy:
     def __init__(self, config: Decide, mode: Literal["observe", "act"]) -> None:
         self.config = config
         self.mode = mode
+        rewinds = config.when_exhausted == "rewind" or any(rule.action is Action.REWIND for rule in config.rules)
+        self._gated = mode == "act" and rewinds  # else there is no continuation to judge
         self._start()
 
     def _start(self) -> None:
@@ -47,6 +51,8 @@ class TablePolicy:
         self._skips: deque[int] = deque()  # values of `_settled` at the skips of the last WINDOW steps
         self._rewinds = 0
         self._acted: dict[str, int] = {}  # `_settled` at the last time of each action
+        self._gate = RepairGate(self.config.gate)
+        self._record: StepRecord | None = None  # remembered from `decide` to `settle`: no state
         self._raised: dict[str, dict[str, int]] = {}  # detector -> tier -> `_settled` at its last verdict of that tier
 
     @property
@@ -64,6 +70,8 @@ class TablePolicy:
         Returns:
             The decision, with one sentence of reason for the log line.
         """
+        self._record = record
+        failed = self._gate.inspect(record)
         advised, reason, parameters = Action.APPLY, "no finding", dict[str, float]()
         rule, verdict = self._worst(verdicts) if verdicts else (None, None)
         if rule is not None and verdict is not None:
@@ -71,6 +79,11 @@ class TablePolicy:
         elif verdicts:
             worst = max(verdicts, key=lambda verdict: verdict.tier.severity)
             reason = f"advice only: {_because(worst)}"
+        if failed is not None:
+            verdicts = [*verdicts, failed]
+            if advised.precedence < Action.REWIND.precedence:
+                skip_steps = self.config.rewind_skip_steps
+                advised, reason, parameters = self._rewind(1, skip_steps, None, None, _because(failed))
         action = advised if self.mode == "act" else Action.APPLY
         if action is not advised:
             reason = f"observe mode, would {advised.replace('_', ' ')}: {reason}"
@@ -162,6 +175,9 @@ class TablePolicy:
         """Count a decision that was carried out (in `observe` mode: that was advised) against the budgets."""
         if decision.parameters.get(OUTSIDE_BUDGET):
             return
+        if self._gated and self._record is not None and self._record.step == decision.step:
+            self._gate.settle(self._record, decision)
+        self._record = None
         advised = decision.advised
         for verdict in decision.verdicts:
             self._raised.setdefault(verdict.detector, {})[verdict.tier] = self._settled
@@ -187,6 +203,7 @@ class TablePolicy:
             "consecutive": self._consecutive,
             "skips": list(self._skips),
             "rewinds": self._rewinds,
+            "gate": self._gate.state_dict(),
             "acted": {str(action): at for action, at in self._acted.items()},
             "raised": {name: {str(tier): at for tier, at in ticks.items()} for name, ticks in self._raised.items()},
         }
@@ -203,6 +220,7 @@ class TablePolicy:
         self._consecutive = int(state["consecutive"])
         self._skips.extend(int(at) for at in state["skips"])
         self._rewinds = int(state["rewinds"])
+        self._gate.load_state_dict(state["gate"])
         self._acted = {str(action): int(at) for action, at in state["acted"].items()}
         self._raised = {
             str(name): {str(tier): int(at) for tier, at in ticks.items()} for name, ticks in state["raised"].items()

@@ -35,6 +35,7 @@ DETECTORS: tuple[Any, ...] = (
     growth.EmbeddingGrowth,
     limits.AttentionLogits,
     trend.AttentionLogitGrowth,
+    limits.AttentionDeadHeads,
     limits.AttentionEntropy,
     limits.Fp8Saturation,
     limits.Fp8Underflow,

@@ -30,5 +30,8 @@ def steps_to_forget(ratio: float, beta2: float, within: float = 0.1) -> int:
     Returns:
         The least such k.
     """
-    lift = (1.0 - beta2) * (ratio * ratio - 1.0)
-    return 0 if lift <= within else math.ceil(math.log(within / lift) / math.log(beta2))
+    if ratio <= 1.0:
+        return 0
+    # By logarithms: the square of a gradient norm may be past the largest float.
+    log_lift = math.log1p(-beta2) + math.log(ratio - 1.0) + math.log(ratio + 1.0)
+    return max(0, math.ceil((math.log(within) - log_lift) / math.log(beta2)))

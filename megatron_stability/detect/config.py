@@ -57,7 +57,7 @@ class LossSpike(Windowed):
 class LossMad(Windowed):
     """Loss above median + k * 1.4826 * MAD: the same, blind to outliers within the window."""
 
-    k: float = Field(5.0, gt=0, description="robust standard deviations")
+    k: float = Field(6.0, gt=0, description="robust standard deviations")
     k_at_once: float = Field(14.0, gt=0, description="robust standard deviations that need no persistence")
     persistence: int = Field(2, ge=1, description="suspicious steps in a row before a verdict")
     sigma_floor: float = Field(0.005, gt=0, description="nats; a deviation below this counts as this")
@@ -228,6 +228,7 @@ class Detect(Section):
     embedding_growth: Growth = Growth()
     attention_logits: Limits = Limits(watch=100, medium=1000)
     attention_logit_growth: Trend = Trend(rise=0.4, block=10)
+    attention_dead_heads: Limits = Limits(watch=0)
     attention_entropy: Limits = Limits(small=0.05, persistence=3)
     fp8_saturation: Limits = Limits(small=1e-3, medium=1e-2, persistence=2)
     fp8_underflow: Limits = Limits(watch=0.1, small=0.5, persistence=2)

@@ -82,25 +82,30 @@ def _noise(rng: random.Random, steps: int, rho: float) -> list[float]:
     return out
 
 
+def _spread(rng: random.Random, low: float, high: float) -> float:
+    """Log-uniform: as many small as large."""
+    return math.exp(rng.uniform(math.log(low), math.log(high)))
+
+
 def _fault(rng: random.Random, kind: str, at: int, rise: list[float], factor: list[float]) -> Fault:
     """Write a fault into the loss rise (nats) and the gradient-norm factor, by step."""
     if kind == "blip":  # one bad batch
-        rise[at] += rng.uniform(0.3, 2.0)
-        factor[at] *= rng.uniform(3.0, 20.0)
+        rise[at] += _spread(rng, 0.1, 2.0)
+        factor[at] *= _spread(rng, 1.5, 20.0)
         return Fault(kind, at, at)
     if kind == "gradient":  # one step, seen in the gradient only
-        factor[at] *= math.exp(rng.uniform(math.log(6.0), math.log(60.0)))
+        factor[at] *= _spread(rng, 3.0, 60.0)
         return Fault(kind, at, at)
     if kind == "spike":  # the gradient leads by one step, the loss climbs and recovers
-        height, climb, tail = rng.uniform(0.4, 3.0), rng.randint(1, 6), rng.uniform(20, 80)
+        height, climb, tail = _spread(rng, 0.1, 3.0), rng.randint(1, 6), rng.uniform(20, 80)
         end = at + climb + int(3 * tail)
         for step in range(at, end + 1):
             since = step - at
             share = since / climb if since <= climb else math.exp(-(since - climb) / tail)
             rise[step] += height * share
-            factor[step] *= 1.0 + rng.uniform(3.0, 10.0) * (math.exp(-since / 5))
+            factor[step] *= 1.0 + rng.uniform(1.0, 10.0) * (math.exp(-since / 5))
         return Fault(kind, at, end)
-    height, climb = rng.uniform(0.3, 1.0), rng.randint(150, 350)  # slow burn: normal gradients throughout
+    height, climb = _spread(rng, 0.1, 1.0), rng.randint(150, 350)  # slow burn: normal gradients throughout
     end = at + climb + 150
     for step in range(at, end + 1):
         since = step - at

@@ -51,7 +51,9 @@ class Limit:
         return Verdict(detector=self.name, tier=tier, step=record.step, value=value, threshold=limit, reason=reason)
 
     def learn(self, record: StepRecord, verdict: Verdict | None, applied: bool) -> None:
-        """Count the row."""
+        """Count the row, where a verdict needs one."""
+        if self.config.persistence == 1:
+            return
         value = self.value(record)
         if value is not None:
             self.run = 0 if (value <= self.mildest if self.above else value >= self.mildest) else self.run + 1
@@ -103,6 +105,14 @@ class AttentionLogits(Limit):
     name = "attention_logits"
     what = "largest attention logit"
     requires = ("attention/max_logit",)
+
+
+class AttentionDeadHeads(Limit):
+    """Heads whose largest logit over a whole batch is not positive: a projection is zero, or a measurement is wrong."""
+
+    name = "attention_dead_heads"
+    what = "heads without a positive attention logit"
+    requires = ("attention/nonpositive_heads",)
 
 
 class AttentionEntropy(Limit):

@@ -1,4 +1,4 @@
-"""NaN or Inf in a loss or gradient, and steps without a valid token: judged before anything is compared."""
+"""NaN or Inf in a loss, gradient or attention logit, and steps without a valid token: before anything is compared."""
 
 from __future__ import annotations
 
@@ -19,14 +19,17 @@ class NonFinite(Stateless):
         del config, early  # counts have no threshold
 
     def inspect(self, record: StepRecord) -> Verdict | None:
-        """A NON_FINITE verdict; its value is the number of non-finite losses and norms (0: zero valid tokens)."""
-        if record.finite and record.tokens > 0:
+        """A NON_FINITE verdict; its value is the number of non-finite losses, norms and heads (0: no valid token)."""
+        heads = int(record.signals.get("attention/nonfinite_heads", 0))
+        if record.finite and record.tokens > 0 and not heads:
             return None
         found = []
         if record.nonfinite_losses:
             found.append(f"{record.nonfinite_losses} non-finite micro-batch losses")
         if record.nonfinite_grads:
             found.append(f"a non-finite gradient norm on {record.nonfinite_grads} ranks")
+        if heads:
+            found.append(f"a non-finite largest attention logit in {heads} heads")
         if record.overflow:
             found.append("overflow reported by the loss scaler")
         if not record.tokens > 0:
@@ -38,7 +41,7 @@ class NonFinite(Stateless):
             detector=self.name,
             tier=Tier.NON_FINITE,
             step=record.step,
-            value=float(record.nonfinite_losses + record.nonfinite_grads),
+            value=float(record.nonfinite_losses + record.nonfinite_grads + heads),
             threshold=0.0,
             reason=reason,
         )

@@ -7,6 +7,8 @@ from argparse import ArgumentParser, Namespace
 from megatron_stability import config as tree
 from megatron_stability.errors import UsageError
 from megatron_stability.megatron import apex, seams
+from megatron_stability.megatron.model import settings
+from megatron_stability.records import Action
 
 
 def add_arguments(parser: ArgumentParser) -> ArgumentParser:
@@ -26,10 +28,12 @@ def install_runtime(args: Namespace) -> None:
     Raises:
         UsageError: the tree is not valid, or it and Megatron's arguments can't both be had.
     """
-    config = tree.load(args.stability_config, vars(args))
+    config = tree.load(overrides=vars(args))
+    settings.refuse_what_cannot_work(config, args)
     if config.mode == "off":
         return
     refuse_what_cannot_work(config, args)
+    settings.apply(config.model, args)
     if args.rank == 0:
         print(f"> megatron-stability: {apex.line()}", flush=True)
     if config.mode == "act" and args.check_for_nan_in_loss_and_grad:
@@ -40,8 +44,10 @@ def install_runtime(args: Namespace) -> None:
                 "run before a non-finite step can be skipped; the same values are judged at the gate",
                 flush=True,
             )
+    from megatron_stability.megatron import weight_hooks
     from megatron_stability.megatron.runtime import Runtime
 
+    weight_hooks.refuse_what_cannot_work(config, args)
     seams.install(Runtime(config, args))
 
 
@@ -59,6 +65,12 @@ def refuse_what_cannot_work(config: tree.StabilityConfig, args: Namespace) -> No
         raise UsageError(
             "--fp16 with --stability-mode act: the loss scaler moves before a step can be withheld; use --bf16, or "
             "--stability-mode observe"
+        )
+    rewinds = config.decide.when_exhausted == "rewind" or any(r.action is Action.REWIND for r in config.decide.rules)
+    if config.mode == "act" and rewinds:
+        raise UsageError(
+            "--stability-decide-rules asks for a rewind, which this version can't carry out in a running job; use "
+            "halt, or --stability-mode observe to see when it would"
         )
     if getattr(args, "optimizer_cuda_graph", False):
         raise UsageError(

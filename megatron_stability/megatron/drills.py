@@ -2,8 +2,9 @@
 
     --drill-fault scale:step=60,factor=50        every gradient of step 60 is 50 times too large (the loss is not)
     --drill-fault nan:step=160,rank=2            one element of one gradient on rank 2 is NaN in step 160
-    --drill-fault inf:step=160,rank=2            the same with Inf
-    --drill-fault nan-loss:step=50,rank=3        the loss itself is NaN on rank 3 (a rank that owns one)
+    --drill-fault inf:step=160,rank=2,param=7    Inf, in the gradient of that model chunk's parameter 7 (0: its first)
+    --drill-fault nan:step=9,rank=1,chunk=1      on that virtual pipeline chunk only; else on each chunk of the rank
+    --drill-fault nan-loss:step=50,rank=3        the loss itself is NaN on rank 3 (a rank that owns one); inf-loss too
 
 A fault repeats when Megatron's rerun machine runs its step again, as a bad batch would. Hooks sit on the instances
 that a model builder hands over; nothing of Megatron is replaced.
@@ -14,22 +15,30 @@ from __future__ import annotations
 import math
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-KINDS = ("scale", "nan", "inf", "nan-loss")
+KINDS = ("scale", "nan", "inf", "nan-loss", "inf-loss")
+VALUES = {"nan": math.nan, "inf": math.inf, "nan-loss": math.nan, "inf-loss": math.inf}
+SHAPE = "KIND:step=N[,rank=R][,factor=F][,param=I][,chunk=C]"
 
 
 @dataclass(frozen=True)
 class Fault:
-    """One fault at one 1-based step; `rank` None means every rank."""
+    """One fault at one 1-based step; `rank` None means every rank, `chunk` None every model chunk of a rank.
+
+    `param` counts a chunk's trainable parameters, and on from the first one after the last.
+    """
 
     kind: str
     step: int
     rank: int | None = None
     factor: float = 50.0
+    param: int = 0
+    chunk: int | None = None
 
     @classmethod
     def parse(cls, text: str) -> Fault:
@@ -37,15 +46,13 @@ class Fault:
         kind, _, rest = text.partition(":")
         try:
             fields = dict(part.split("=") for part in rest.split(",") if part)
-            unknown = set(fields) - {"step", "rank", "factor"}
-            if kind not in KINDS or unknown or "step" not in fields:
+            numbers = {name: int(fields.pop(name)) for name in ("step", "rank", "param", "chunk") if name in fields}
+            factor = float(fields.pop("factor", 50.0))
+            if kind not in KINDS or fields or "step" not in numbers or min(numbers.values()) < 0:
                 raise ValueError
-            rank = int(fields["rank"]) if "rank" in fields else None
-            return cls(kind, int(fields["step"]), rank, float(fields.get("factor", 50.0)))
+            return cls(kind, factor=factor, **numbers)
         except ValueError:
-            raise ArgumentTypeError(
-                f"{text!r} is not KIND:step=N[,rank=R][,factor=F] with KIND one of {', '.join(KINDS)}"
-            ) from None
+            raise ArgumentTypeError(f"{text!r} is not {SHAPE} with KIND one of {', '.join(KINDS)}") from None
 
     def strikes(self, args: Namespace) -> bool:
         """Whether it strikes this rank in the step that runs now."""
@@ -55,7 +62,7 @@ class Fault:
 def add_arguments(parser: ArgumentParser) -> ArgumentParser:
     """Add `--drill-fault`, which may be given more than once."""
     group = parser.add_argument_group("drills")
-    group.add_argument("--drill-fault", action="append", default=[], metavar="KIND:step=N[,rank=R][,factor=F]")
+    group.add_argument("--drill-fault", action="append", default=[], metavar=SHAPE)
     return parser
 
 
@@ -64,28 +71,32 @@ def faults(args: Namespace) -> list[Fault]:
     return [Fault.parse(text) for text in args.drill_fault]
 
 
-def hook_gradients(model: torch.nn.Module, args: Namespace) -> None:
-    """Let NaN and Inf faults write to the first element of the model chunk's first trainable gradient."""
-    wanted = [fault for fault in faults(args) if fault.kind in ("nan", "inf")]
-    parameter = next((p for p in model.parameters() if p.requires_grad), None)
-    if not wanted or parameter is None:
-        return
+def hook_gradients(model: torch.nn.Module, args: Namespace, chunk: int | None = None) -> None:
+    """Let NaN and Inf faults write to the first element of a gradient.
 
-    def strike(grad: torch.Tensor) -> torch.Tensor:
-        for fault in wanted:
-            if fault.strikes(args):
-                grad = grad.clone()
-                grad.view(-1)[0] = math.nan if fault.kind == "nan" else math.inf
-        return grad
+    Args:
+        model: one model chunk, before Megatron wraps it.
+        args: Megatron's.
+        chunk: its number, None without virtual pipeline (then it is chunk 0).
+    """
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    for fault in faults(args) if parameters else ():
+        if fault.kind in ("nan", "inf") and fault.chunk in (None, chunk or 0):
+            parameters[fault.param % len(parameters)].register_hook(partial(_strike, fault, args))
 
-    parameter.register_hook(strike)
+
+def _strike(fault: Fault, args: Namespace, grad: torch.Tensor) -> torch.Tensor:
+    if fault.strikes(args):
+        grad = grad.clone()
+        grad.view(-1)[0] = VALUES[fault.kind]
+    return grad
 
 
 def scale_gradient(loss: torch.Tensor, args: Namespace) -> torch.Tensor:
-    """The same loss with a scaled gradient, or a NaN loss, where a fault strikes; the very same tensor elsewhere."""
+    """The same loss with a scaled gradient, or a NaN or Inf loss, where a fault strikes; elsewhere the very tensor."""
     for fault in faults(args) if torch.is_grad_enabled() else ():
         if fault.strikes(args):
-            loss = loss * math.nan if fault.kind == "nan-loss" else loss
+            loss = loss * VALUES[fault.kind] if fault.kind in ("nan-loss", "inf-loss") else loss
             loss = _Scale.apply(loss, fault.factor) if fault.kind == "scale" else loss
     return loss
 

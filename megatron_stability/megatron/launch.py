@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Literal
 
 from megatron_stability import config as tree
-from megatron_stability.errors import EXIT_FINE, EXIT_UNUSABLE, UsageError
+from megatron_stability.errors import EXIT_FINE, UsageError
 from megatron_stability.megatron import preflight
 from megatron_stability.megatron.ranks import Ranks
 
@@ -118,21 +118,19 @@ def _options(name: Literal["pretrain", "run"], argv: Sequence[str]) -> tuple[arg
 
 
 def _launch(options: argparse.Namespace, argv: list[str], script: Path | None) -> int:
-    config = tree.load(options.stability_config, vars(options))
-    inside = "RANK" in os.environ
-    if inside and options.nproc is not None:
-        raise UsageError("--nproc was given under torchrun, which started the ranks already; drop one of the two")
-    world = int(os.environ["WORLD_SIZE"]) if inside else options.nproc or 1
-    if options.cpu:
-        from megatron_stability.megatron import cpu
+    if "RANK" not in os.environ:
+        return _start_ranks(options, argv, script)
+    try:
+        return _be_rank(options, argv, script)
+    except UsageError as error:
+        if os.environ["RANK"] == "0":
+            raise
+        return error.exit_code  # rank 0 says it for all
 
-        argv = [*cpu.FLAGS, *argv]  # the user's own come later and win
-    # Stock is stock: with our own script and everything off, not even the seams are opened.
-    job = Job(tuple(argv), script, options.cpu, patched=script is not None or config.mode != "off")
-    preflight.check_layout(argv, world)
-    preflight.check_files(argv)
-    if inside:
-        return _as_rank(job, world)
+
+def _start_ranks(options: argparse.Namespace, argv: list[str], script: Path | None) -> int:
+    world = 1 if options.nproc is None else options.nproc
+    job = _checked_job(options, argv, script, world)
     with Ranks(world, fork=options.cpu) as ranks:
         if options.cpu:
             job.prepare()
@@ -144,16 +142,31 @@ def _launch(options: argparse.Namespace, argv: list[str], script: Path | None) -
         return ranks.run(_rank_main, job)
 
 
-def _as_rank(job: Job, world: int) -> int:
-    """This process was started by torchrun: one sentence from rank 0, exit 2 on all."""
+def _be_rank(options: argparse.Namespace, argv: list[str], script: Path | None) -> int:
+    """This process was started by torchrun: every rank judges the same, rank 0 says it, all exit 2."""
+    if options.nproc is not None:
+        raise UsageError("--nproc was given under torchrun, which started the ranks already; drop one of the two")
+    world = int(os.environ["WORLD_SIZE"])
+    job = _checked_job(options, argv, script, world)
     job.prepare()
     complaint = preflight.complaint_about_arguments(job, world) if job.script is None else None
     if complaint:
-        if os.environ["RANK"] == "0":
-            raise UsageError(complaint)
-        return EXIT_UNUSABLE
+        raise UsageError(complaint)
     job.train()
     return EXIT_FINE
+
+
+def _checked_job(options: argparse.Namespace, argv: list[str], script: Path | None, world: int) -> Job:
+    """The job, once everything that needs no Megatron was judged."""
+    config = tree.load(overrides=vars(options))
+    if options.cpu:
+        from megatron_stability.megatron import cpu
+
+        argv = [*cpu.FLAGS, *argv]  # the user's own come later and win
+    preflight.check_layout(argv, world)
+    preflight.check_files(argv)
+    # Stock is stock: with our own script and everything off, not even the seams are opened.
+    return Job(tuple(argv), script, options.cpu, patched=script is not None or config.mode != "off")
 
 
 def _rank_main(job: Job, prepared: bool) -> None:

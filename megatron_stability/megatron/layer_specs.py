@@ -1,4 +1,4 @@
-"""The layer spec behind `--spec megatron_stability`.
+"""The layer spec behind `--spec megatron_stability`: Megatron's own, with what the `model` settings put in its place.
 
 Two forms, since Megatron's releases take different things where `--spec` is read:
 
@@ -6,15 +6,26 @@ Two forms, since Megatron's releases take different things where `--spec` is rea
     0.18  a ModuleSpec whose class picks each layer's spec by its number when the block builds it
 
 `stability_layer_spec` is the one that fits the installed release: Megatron looks it up in `vars(module)`, so it is a
-plain global. Source of the contracts: `core/transformer/transformer_block.py`, `training/models/gpt.py`.
+plain global. The local spec always gets norms of our own (see `model/norms.py`), the final norm included, which is why
+a block spec is returned: a layer's ModuleSpec can't carry it. Source of the contracts:
+`core/transformer/transformer_block.py`, `core/models/gpt/gpt_layer_specs.py`, `training/models/gpt.py`.
 """
 
 from __future__ import annotations
 
+import dataclasses
+from functools import partial
 from typing import Any
 
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_decoder_layer_specs
+from megatron.core.models.backends import LocalSpecProvider
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_decoder_block_spec,
+    get_gpt_decoder_layer_specs,
+    get_gpt_mtp_block_spec,
+    get_gpt_mtp_block_spec_for_backend,
+)
 from megatron.core.package_info import __version__ as megatron_core_version
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -25,33 +36,111 @@ from megatron.core.transformer.transformer_layer import (
 )
 from packaging.version import Version
 
+from megatron_stability.megatron import seams
+from megatron_stability.megatron.model.attention import softcap_attention
+from megatron_stability.megatron.model.init import qkv_builder
+from megatron_stability.megatron.model.norms import LayerNorm, QKNormBuilder
+from megatron_stability.numerics.config import Model
 
-def block_spec(config: TransformerConfig, vp_stage: int | None = None) -> TransformerBlockSubmodules:
+
+def settings() -> Model:
+    """The `model` section of the installed runtime, or its defaults where none is."""
+    runtime = seams.installed()
+    return Model() if runtime is None else runtime.config.model
+
+
+def block_spec(
+    config: TransformerConfig, vp_stage: int | None = None, model: Model | None = None
+) -> TransformerBlockSubmodules:
     """The decoder block of this pipeline stage and chunk, dense or MoE, local or Transformer Engine.
 
     Args:
         config: the model's transformer configuration.
         vp_stage: virtual pipeline chunk, None without virtual pipeline.
+        model: the settings; None for the installed runtime's.
 
     Returns:
         One spec a layer, and the final norm.
     """
-    return get_gpt_decoder_block_spec(
+    block = get_gpt_decoder_block_spec(
         config,
         use_transformer_engine=config.transformer_impl == "transformer_engine",
         normalization=config.normalization,
         qk_l2_norm=config.qk_l2_norm,
         vp_stage=vp_stage,
     )
+    block.layer_specs = [prevent(spec, config, model or settings()) for spec in block.layer_specs]
+    if _local(config):
+        block.layer_norm = LayerNorm
+    return block
 
 
-def layer_specs(config: TransformerConfig) -> list[ModuleSpec]:
+def layer_specs(config: TransformerConfig, model: Model | None = None) -> list[ModuleSpec]:
     """The spec of every decoder layer of the whole model, in order."""
-    return get_gpt_decoder_layer_specs(
+    specs = get_gpt_decoder_layer_specs(
         config,
         use_transformer_engine=config.transformer_impl == "transformer_engine",
         normalization=config.normalization,
         qk_l2_norm=config.qk_l2_norm,
+    )
+    return [prevent(spec, config, model or settings()) for spec in specs]
+
+
+def mtp_block_spec(config: TransformerConfig, vp_stage: int | None = None, model: Model | None = None) -> Any:
+    """The multi-token-prediction block of this stage, whose layers are the last decoder layer's; None where none is."""
+    if config.mtp_num_layers is None:
+        return None
+    last = layer_specs(config, model)[-1]
+    if _local(config):
+        return get_gpt_mtp_block_spec_for_backend(config, last, LocalBackend(), vp_stage=vp_stage)
+    return get_gpt_mtp_block_spec(config, last, use_transformer_engine=True, vp_stage=vp_stage)
+
+
+class LocalBackend(LocalSpecProvider):
+    """Megatron's local modules with our norms, for what Megatron builds from a backend."""
+
+    def layer_norm(self, rms_norm: bool = False, for_qk: bool = False, has_residual: bool = False) -> Any:
+        """Our norm, whatever it is for."""
+        del rms_norm, for_qk, has_residual
+        return LayerNorm
+
+
+def prevent(spec: ModuleSpec, config: TransformerConfig, model: Model) -> ModuleSpec:
+    """A layer's spec with the settings in it; the spec given is left as it is.
+
+    Args:
+        spec: of a TransformerLayer.
+        config: the model's transformer configuration.
+        model: the settings.
+    """
+    layer = spec.submodules
+    attention = layer.self_attention
+    changes: dict[str, Any] = {}
+    if model.qk_norm != "none" and not _norm_of_transformer_engine_fits(config, model):
+        changes |= {"q_layernorm": QKNormBuilder(model, query=True), "k_layernorm": QKNormBuilder(model, query=False)}
+    if model.attention_softcap is not None:
+        changes["core_attention"] = softcap_attention(model, config)
+    if model.init.qk != "megatron":
+        changes["linear_qkv"] = partial(qkv_builder, attention.submodules.linear_qkv)
+    if changes:
+        inner = dataclasses.replace(attention.submodules, **changes)
+        layer = dataclasses.replace(layer, self_attention=dataclasses.replace(attention, submodules=inner))
+    if _local(config):
+        names = [name for name in ("input_layernorm", "pre_mlp_layernorm") if getattr(layer, name) is not IdentityOp]
+        layer = dataclasses.replace(layer, **dict.fromkeys(names, LayerNorm))
+    return dataclasses.replace(spec, submodules=layer)
+
+
+def _local(config: TransformerConfig) -> bool:
+    return config.transformer_impl == "local"
+
+
+def _norm_of_transformer_engine_fits(config: TransformerConfig, model: Model) -> bool:
+    """TENorm is what `config.normalization` says, per head; Megatron's TE spec has it where `qk_layernorm` is set."""
+    return (
+        config.transformer_impl == "transformer_engine"
+        and model.qk_norm == config.normalization.lower()
+        and model.qk_norm_scale == 1.0
     )
 
 

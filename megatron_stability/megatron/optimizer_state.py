@@ -66,6 +66,32 @@ def grad_amax(model: list[Any]) -> torch.Tensor | None:
     return torch.stack(ends).abs().amax() if ends else None
 
 
+class ScaledGroups:
+    """Multiplies a value of every parameter group for one optimizer step, and puts the scheduler's own back after it.
+
+    The scheduler, the log and the checkpoint see their own values only. Every group is scaled alike: decoupled learning
+    rates, µP groups, and both halves of a Muon and Adam chain keep their ratios.
+    """
+
+    def __init__(self) -> None:
+        """Nothing is scaled yet."""
+        self._kept: list[tuple[dict[str, Any], str, Any]] = []
+
+    def scale(self, optimizer: Any, key: str, factor: float) -> None:
+        """`key` is "lr" or "weight_decay"; a factor of 1 touches nothing."""
+        if factor == 1.0:
+            return
+        for group in optimizer.param_groups:
+            self._kept.append((group, key, group[key]))
+            group[key] = group[key] * factor
+
+    def restore(self) -> None:
+        """Put every value back as it was."""
+        while self._kept:
+            group, key, value = self._kept.pop()
+            group[key] = value
+
+
 def has_no_norm_of_its_own(optimizer: Any) -> bool:
     """Whether Megatron computes no norm: clipping is off, and only ChainedOptimizer computes one all the same."""
     return optimizer.config.clip_grad <= 0.0 and not isinstance(optimizer, ChainedOptimizer)

@@ -8,6 +8,7 @@ import difflib
 import io
 import os
 import struct
+import tempfile
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
@@ -95,10 +96,10 @@ def check_dataset(flag: str, prefix: str) -> None:
         if len(head) < 34 or head[:9] != INDEX_MAGIC:
             raise UsageError(f"{flag} {prefix}: {index} is not a Megatron index; make it again")
         _, code, sequences, documents = struct.unpack("<QBQQ", head[9:])
+        whole = 34 + sequences * (4 + 8) + documents * 8
+        if index.stat().st_size < whole or code not in DTYPE_BYTES:
+            raise UsageError(f"{flag} {prefix}: {index} is cut short or damaged; make it again")
         sizes = stream.read(4 * sequences)
-    whole = 34 + sequences * (4 + 8) + documents * 8
-    if index.stat().st_size < whole or code not in DTYPE_BYTES:
-        raise UsageError(f"{flag} {prefix}: {index} is cut short or damaged; make it again")
     tokens = sum(memoryview(sizes).cast("i"))
     if data.stat().st_size != tokens * DTYPE_BYTES[code]:
         raise UsageError(
@@ -112,8 +113,10 @@ def check_writable(flag: str, folder: Path) -> None:
     there = next(path for path in (folder, *folder.resolve().parents) if path.exists())
     if not there.is_dir():
         raise UsageError(f"{flag} {folder}: {there} is not a folder")
-    if not os.access(there, os.W_OK | os.X_OK):
-        raise UsageError(f"{flag} {folder}: {there} can't be written to")
+    try:  # tried, not asked: to root, os.access says yes of folders where no file can be made
+        tempfile.TemporaryFile(dir=there).close()
+    except OSError as error:
+        raise UsageError(f"{flag} {folder}: {there} can't be written to ({error.strerror})") from None
 
 
 def complaint_about_arguments(job: Job, world: int, prepared: bool = True) -> str | None:
@@ -144,7 +147,7 @@ def complaint_about_arguments(job: Job, world: int, prepared: bool = True) -> st
             args = parse_args(gpt.add_arguments)
             validate_args(args, {"tokenizer_type": "NullTokenizer"})
         gpt.refuse_what_is_not_carried(args)
-        config = tree.load(args.stability_config, vars(args))
+        config = tree.load(overrides=vars(args))
         if config.mode != "off":
             arguments.refuse_what_cannot_work(config, args)
     except UsageError as error:

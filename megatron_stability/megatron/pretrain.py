@@ -18,7 +18,6 @@ from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegat
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
 from megatron.core.enums import ModelType
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
 from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
 from megatron.core.transformer.multi_token_prediction import get_mtp_ranks, mtp_on_this_rank
@@ -46,6 +45,10 @@ NOT_CARRIED = (
     "experimental_attention_variant",
     "overlap_moe_expert_parallel_comm",
 )
+
+
+# `stability_own_model`: MTP layers come from our spec here, which an unmodified pretrain_gpt.py takes from Megatron's.
+DEFAULTS = {"tokenizer_type": "NullTokenizer", "spec": ["megatron_stability"], "stability_own_model": True}
 
 
 def add_arguments(parser: ArgumentParser) -> ArgumentParser:
@@ -98,11 +101,11 @@ def model_provider(
         rotary_percent=args.rotary_percent,
         rotary_base=args.rotary_base,
         rope_scaling=args.use_rope_scaling,
-        mtp_block_spec=_mtp_block_spec(config, vp_stage),
+        mtp_block_spec=layer_specs.mtp_block_spec(config, vp_stage),
         vp_stage=vp_stage,
         pg_collection=pg_collection,
     )
-    drills.hook_gradients(model, args)
+    drills.hook_gradients(model, args, vp_stage)
     return model
 
 
@@ -114,14 +117,6 @@ def _layer_spec(spec: Sequence[str] | None, config: Any, vp_stage: int | None) -
     if named is None:
         raise UsageError(f"--spec {' '.join(spec)}: {path[0]} can't be imported; check the module path")
     return named if isinstance(named, ModuleSpec) or not callable(named) else named(config, vp_stage=vp_stage)
-
-
-def _mtp_block_spec(config: Any, vp_stage: int | None) -> Any:
-    if config.mtp_num_layers is None:
-        return None
-    use_te = config.transformer_impl == "transformer_engine"
-    last = layer_specs.layer_specs(config)[-1]
-    return get_gpt_mtp_block_spec(config, last, use_transformer_engine=use_te, vp_stage=vp_stage)
 
 
 def embedding_ranks(pp_ranks: list[int]) -> list[int]:
@@ -240,7 +235,7 @@ datasets_provider.is_distributed = True  # type: ignore[attr-defined]  # Megatro
 
 
 def main(
-    model_provider: Callable[..., GPTModel] = model_provider, on_arguments: Callable[[Any], None] | None = None
+    model_provider: Callable[..., torch.nn.Module] = model_provider, on_arguments: Callable[[Any], None] | None = None
 ) -> None:
     """Parse Megatron's command line and train; `sys.argv` holds it.
 
@@ -248,7 +243,7 @@ def main(
         model_provider: builds one stage; benchmarks and tests wrap ours to see the model.
         on_arguments: called with the validated arguments before anything is built.
     """
-    args = parse_and_validate_args(extra_args_provider=add_arguments, args_defaults={"tokenizer_type": "NullTokenizer"})
+    args = parse_and_validate_args(extra_args_provider=add_arguments, args_defaults=DEFAULTS)
     refuse_what_is_not_carried(args)
     if on_arguments is not None:
         on_arguments(args)

@@ -38,7 +38,7 @@ LIMIT_S = 1200  # a run that takes longer is broken
 MODEL = (
     *("--num-layers", "4", "--hidden-size", "64", "--num-attention-heads", "4", "--seq-length", "64"),
     *("--max-position-embeddings", "64", "--normalization", "RMSNorm", "--position-embedding-type", "rope"),
-    *("--untie-embeddings-and-output-weights", "--disable-bias-linear", "--bf16", "--seed", "1234"),
+    *("--untie-embeddings-and-output-weights", "--disable-bias-linear", "--seed", "1234"),
     *("--attention-dropout", "0", "--hidden-dropout", "0", "--no-create-attention-mask-in-dataloader"),
     *("--micro-batch-size", "4", "--global-batch-size", str(BATCH), "--train-iters", str(STEPS)),
     *("--lr", "2e-3", "--min-lr", "2e-4", "--lr-warmup-iters", "10", "--lr-decay-style", "cosine"),
@@ -103,7 +103,7 @@ def run(argv: Sequence[str]) -> int:
     out.mkdir(parents=True, exist_ok=True)
     console = Console()
 
-    text = prepare([sysconfig.get_paths()["stdlib"]], out / "data" / "stdlib", _text_options())
+    text = prepare([sysconfig.get_paths()["stdlib"]], out / "data" / "stdlib", text_options())
     console.print(f"{text.documents:,} files of Python's standard library, {text.tokens:,} byte tokens")
     faults = [f"scale:step={step},factor=50" for step in HARD_BATCHES] + [f"nan:step={NAN_STEP},rank={NAN_RANK}"]
     flags = [*MODEL, *text.training_flags, "--data-cache-path", str(out / "data" / "cache")]
@@ -127,7 +127,8 @@ def run(argv: Sequence[str]) -> int:
     return EXIT_FINE if all(each.exit_code == EXIT_FINE for each in finished) else EXIT_FINDING
 
 
-def _text_options() -> Options:
+def text_options() -> Options:
+    """What is taken of the standard library: sources, without what pip put beside them and without its tests."""
     exclude = ("*/site-packages/*", "site-packages/*", "*/test/*", "test/*", "*/tests/*")
     return Options(patterns=("*.py",), exclude=exclude, max_bytes=TEXT_BYTES, overwrite=True)
 

@@ -35,7 +35,7 @@ class Ranks:
         self._world, self._fork = world, fork
         self._context = mp.get_context("fork" if fork else "spawn")
         self._logs = tempfile.TemporaryDirectory(prefix="megatron-stability-")
-        self._environment = _rendezvous() | {"WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world)}
+        self._environment = rendezvous() | {"WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world)}
 
     def __enter__(self) -> Self:
         return self
@@ -134,10 +134,13 @@ def _answer(pipe: Any, question: Callable[..., str | None], arguments: tuple[Any
         pipe.send(("error", traceback.format_exc()))
 
 
-def _rendezvous() -> dict[str, str]:
+def rendezvous() -> dict[str, str]:
     """MASTER_ADDR and MASTER_PORT: the environment's, if free, else loopback and a free port."""
     address = os.environ.get("MASTER_ADDR", "127.0.0.1")
-    port = int(os.environ.get("MASTER_PORT", "0"))
+    text = os.environ.get("MASTER_PORT", "0")
+    if not (text.isdecimal() and int(text) < 2**16):
+        raise UsageError(f"MASTER_PORT={text} is not a port; unset it, or give a number below 65536")
+    port = int(text)
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

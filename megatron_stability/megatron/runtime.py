@@ -11,6 +11,7 @@ import json
 import math
 from argparse import Namespace
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +19,18 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.num_microbatches_calculator import get_current_global_batch_size
+from megatron.core.utils import get_model_config
 from megatron.training import print_rank_last
 
 import megatron_stability
 from megatron_stability import detect
+from megatron_stability.act.scale import Scale
 from megatron_stability.config import StabilityConfig
 from megatron_stability.decide.policy import TablePolicy
 from megatron_stability.errors import EXIT_HALTED, UsageError
-from megatron_stability.megatron import install_digest, optimizer_state
+from megatron_stability.megatron import install_digest, optimizer_state, weight_hooks
+from megatron_stability.megatron.model import init
+from megatron_stability.megatron.model.loss import HeadLoss, LogZHook, real_vocab_size
 from megatron_stability.megatron.sinks import MegatronWriters
 from megatron_stability.observe.reduction import LocalSignals, Reduction
 from megatron_stability.pipeline import Pipeline, Sink
@@ -34,6 +39,7 @@ from megatron_stability.record.ledger import Ledger, RunInfo
 from megatron_stability.records import Action, Decision, StepRecord
 
 STATE_KEY = "megatron_stability"
+SCALED = {Action.SCALE_LR: "lr", Action.SCALE_WEIGHT_DECAY: "weight_decay"}
 _NO_LOSSES = torch.zeros(0, 2)
 
 
@@ -46,18 +52,27 @@ class Runtime:
         Args:
             config: the validated tree, mode `observe` or `act`.
             args: Megatron's arguments, read at every step (`consumed_train_samples` moves there).
+
+        Attributes:
+            sinks: told of every finished step, on every rank; more may be appended before training begins.
+            model: Megatron's list of model chunks, from `train_begins` on.
+            optimizer: Megatron's optimizer, from `train_begins` on.
         """
         assert config.mode != "off", "mode off installs no runtime"
         self.config = config
         self._args = args
-        self._sinks: list[Sink] = []
+        self.sinks: list[Sink] = []
         self._ledger: Ledger | None = None
         self._reduction: Reduction | None = None
         self._forward_state: optimizer_state.ForwardState | None = None
+        self._weight_hooks: list[weight_hooks.WeightHook] = []
+        self._scales = {action: Scale() for action in SCALED}
+        self._scaled_groups = optimizer_state.ScaledGroups()
+        self._log_z: LogZHook | None = None
         self._losses_n2 = _NO_LOSSES
         self._grad_amax: torch.Tensor | None = None
-        self._model: list[Any] = []
-        self._optimizer: Any = None
+        self.model: list[Any] = []
+        self.optimizer: Any = None
         self._step: tuple[StepRecord, Decision] | None = None
         self._incidents = 0
         self._next_sample = self._last_step = 0
@@ -65,13 +80,28 @@ class Runtime:
             observe=self._observe,
             detectors=detect.build(config.detect),
             policy=TablePolicy(config.decide, config.mode),
-            sinks=self._sinks,
+            sinks=self.sinks,
         )
 
     @property
     def rank(self) -> int:
         """This process's global rank."""
         return int(self._args.rank)
+
+    @cached_property
+    def head_loss(self) -> HeadLoss:
+        """The loss of the language-model head, where a setting changes it."""
+        return HeadLoss(self.config.model, real_vocab_size(self._args.padded_vocab_size))
+
+    def language_model_loss(self, module: Any, labels: torch.Tensor, logits: torch.Tensor) -> torch.Tensor | None:
+        """Per-token loss [b, s] with the final softcap and the z-loss; None where Megatron's own is wanted."""
+        if not self.config.model.changes_loss:
+            return None
+        return self.head_loss(labels, logits, module.pg_collection.tp)
+
+    def final_logits(self, logits: torch.Tensor) -> torch.Tensor:
+        """Logits that go to no loss, capped."""
+        return logits if self.config.model.final_softcap is None else self.head_loss.capped(logits)
 
     # --- life -------------------------------------------------------------------------------------------------
 
@@ -81,16 +111,42 @@ class Runtime:
         del opt_param_scheduler
         device = torch.device("cuda", torch.cuda.current_device()) if _on_gpu() else torch.device("cpu")
         group = dist.group.WORLD
-        install_digest.compare(group, self.config, complaint=self._open_ledger() if dist.get_rank() == 0 else None)
-        self._model, self._optimizer = model, optimizer
-        self._reduction = Reduction(group, device)
+        self.model, self.optimizer = model, optimizer
+        install_digest.compare(group, self.config, complaint=self._make_hooks(device) or self._open_ledger())
+        for hook in self._weight_hooks:
+            hook.train_begins()
+        extra = {name: how for hook in self._weight_hooks for name, how in hook.signals.items()}
+        self._reduction = Reduction(group, device, extra)
         self._forward_state = optimizer_state.ForwardState(model)
         self._next_sample, self._last_step = args.consumed_train_samples, args.iteration
-        self._sinks.append(MegatronWriters(enabled=self.config.record.tensorboard))
+        self.sinks.append(MegatronWriters(enabled=self.config.record.tensorboard))
         print_rank_last(f"> megatron-stability: mode {self.config.mode}, ledger in {self.ledger_folder()}")
 
+    def _make_hooks(self, device: torch.device) -> str | None:
+        """The complaint, if this rank has a layer that can't be hooked, is for every rank to raise."""
+        model = self.config.model
+        try:
+            self._weight_hooks = weight_hooks.build(self.config, self.model, self.optimizer, device)
+            if model.changes_loss:
+                speaks = parallel_state.get_tensor_model_parallel_rank() == 0
+                self._log_z = LogZHook(self.head_loss, model.z_loss, speaks)
+                self._weight_hooks.append(self._log_z)
+            self._report_initial_deviations()
+        except UsageError as error:
+            return str(error)
+        return None
+
+    def _report_initial_deviations(self) -> None:
+        """A table from one rank of each pipeline stage, before the first step of a new run."""
+        ranks = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_data_parallel_rank()
+        if self.config.model.init.report and self._args.iteration == 0 and ranks == (0, 0):
+            table = init.report(self.model, get_model_config(self.model[0]), self.config.model)
+            print(f"> megatron-stability: standard deviations, rank {self.rank}\n{table}", flush=True)
+
     def _open_ledger(self) -> str | None:
-        """Open it at the resumed step; the complaint, if it can't be, is for every rank to raise."""
+        """On rank 0, at the resumed step; the complaint, if it can't be, is for every rank to raise."""
+        if dist.get_rank() != 0:
+            return None
         args = self._args
         try:
             self._ledger = Ledger.open(
@@ -107,7 +163,7 @@ class Runtime:
             )
         except UsageError as error:
             return str(error)
-        self._sinks += [self._ledger, bundles]
+        self.sinks += [self._ledger, bundles]
         return None
 
     def ledger_folder(self) -> Path:
@@ -131,24 +187,32 @@ class Runtime:
         self._forward_state.keep()
         self._losses_n2 = _NO_LOSSES
         self._step = None
+        for hook in self._weight_hooks:
+            hook.step_begins(self._args.curr_iteration + 1)
         self._note_samples_that_megatron_passed_over()
 
     def losses_ready(self, losses_reduced: Sequence[dict[str, Any]]) -> None:
         """Keep this rank's micro-batch losses if it is the one that speaks for them, and look at its gradients."""
-        self._grad_amax = optimizer_state.grad_amax(self._model)
+        self._grad_amax = optimizer_state.grad_amax(self.model)
         if losses_reduced and parallel_state.get_tensor_model_parallel_rank() == 0:
             key = "lm loss" if "lm loss" in losses_reduced[0] else next(iter(losses_reduced[0]))
             self._losses_n2 = torch.stack([_sum_and_tokens(losses[key]) for losses in losses_reduced])
 
     def update_allowed(self, optimizer: Any, grad_norm: Any) -> bool:
-        """The gate. Collective: one all-gather."""
+        """The gate. Collective: what the weight hooks reduce, then one all-gather."""
         if optimizer_state.has_no_norm_of_its_own(optimizer):
             grad_norm = optimizer.get_grad_norm()  # collective over the optimizer's own group, as if it clipped
-        self._step = self._pipeline.decide(self._local(grad_norm))
-        return self._step[1].updates_weights
+        record, decision = self._step = self._pipeline.decide(self._local(grad_norm))
+        if decision.action in self._scales:
+            factor, steps = decision.parameters["factor"], int(decision.parameters["steps"])
+            self._scales[decision.action].begin(record.step, factor, steps)
+        for action, key in SCALED.items():
+            self._scaled_groups.scale(self.optimizer, key, self._scales[action].at(record.step))
+        return decision.updates_weights
 
     def update_done(self, update_successful: bool) -> None:
-        """Undo what a withheld step changed, then let baselines learn and the ledger write."""
+        """Undo what a withheld step changed or clip what an applied one made; then baselines learn and sinks write."""
+        self._scaled_groups.restore()
         if self._step is None:  # fp16: the loss scaler rejected the gradient before the gate, on every rank alike
             self._step = self._pipeline.decide(self._local(grad_norm=None, overflow=True))
         record, decision = self._step
@@ -161,7 +225,12 @@ class Runtime:
             self._step = record, decision
         if decision.action is not Action.HALT:  # a halted step is not consumed: a resume reads its samples again
             self._next_sample, self._last_step = record.last_sample, record.step
+        tables = [hook.update_done(record, decision.updates_weights) for hook in self._weight_hooks]
         self._pipeline.finish(record, decision)
+        for table in filter(None, tables):
+            for sink in self.sinks:
+                if isinstance(sink, weight_hooks.TableSink):
+                    sink.write_attention(table)
         if decision.advised is not Action.APPLY or decision.action is not Action.APPLY:
             self._incidents += 1
             print_rank_last(f" stability: step {record.step} {_verb(decision)}: {decision.reason}")
@@ -174,13 +243,17 @@ class Runtime:
 
     def log_string(self) -> str:
         """Fields for Megatron's log line."""
-        return f" stability incidents: {self._incidents:3d} |"
+        incidents = f" stability incidents: {self._incidents:3d} |"
+        if self._log_z is None or self._step is None:
+            return incidents
+        return incidents + self._log_z.log_string(self._step[0].signals)
 
     # --- checkpoint -------------------------------------------------------------------------------------------
 
     def add_checkpoint_state(self, state_dict: dict[str, Any]) -> None:
         """One JSON string: equal on all ranks, and nothing that a weights_only load refuses."""
-        state_dict[STATE_KEY] = json.dumps(self._pipeline.state_dict(), allow_nan=False)
+        scales = {action.value: scale.state_dict() for action, scale in self._scales.items()}
+        state_dict[STATE_KEY] = json.dumps(self._pipeline.state_dict() | {"scales": scales}, allow_nan=False)
         if self._ledger is not None:
             self._ledger.flush()
 
@@ -190,7 +263,10 @@ class Runtime:
         if state is None:
             print_rank_last("> megatron-stability: the checkpoint has no detector state; baselines start afresh")
         else:
-            self._pipeline.load_state_dict(json.loads(state))
+            saved = json.loads(state)
+            self._pipeline.load_state_dict(saved)
+            for action, scale in self._scales.items():
+                scale.load_state_dict(saved["scales"][action.value])
 
     # --- inside -----------------------------------------------------------------------------------------------
 
@@ -200,7 +276,7 @@ class Runtime:
 
     def _local(self, grad_norm: Any, overflow: bool = False) -> LocalSignals:
         args = self._args
-        groups = self._optimizer.param_groups
+        groups = self.optimizer.param_groups
         return LocalSignals(
             step=args.curr_iteration + 1,
             first_sample=args.consumed_train_samples,
@@ -210,6 +286,7 @@ class Runtime:
             grad_amax=self._grad_amax,
             overflow=overflow,
             learning_rate=float(groups[0]["lr"]) if groups else 0.0,
+            extra={name: value for hook in self._weight_hooks for name, value in hook.observe().items()},
         )
 
     def _note_samples_that_megatron_passed_over(self) -> None:
@@ -227,7 +304,7 @@ class Runtime:
         )
         reason = "--iterations-to-skip"
         decision = Decision(step=record.step, action=Action.SKIP, advised=Action.SKIP, reason=reason)
-        for sink in self._sinks:
+        for sink in self.sinks:
             sink.write(record, decision)
         self._next_sample, self._last_step = record.last_sample, record.step
 

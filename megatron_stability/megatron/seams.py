@@ -2,7 +2,8 @@
 
 Importing this module costs nothing: no torch, no megatron. The calls stand in `patches/`; their order in a step:
 
-    step_begins, (forward, backward), losses_ready, update_allowed, (optimizer), update_done, exit_after_step
+    step_begins, (forward with language_model_loss, backward), losses_ready,
+    update_allowed, (optimizer), update_done, exit_after_step
 
 """
 
@@ -77,6 +78,19 @@ def spec_path(module_path: Sequence[str]) -> tuple[str, str]:
         return SPEC
     base_path, name = module_path
     return base_path, name
+
+
+def language_model_loss(module: Any, labels: Any, logits: Any) -> Any:
+    """`core/models/common/language_module compute_language_model_loss`: our per-token loss [b, s], or None for stock.
+
+    Collective over the module's tensor-parallel group where it is ours.
+    """
+    return None if _runtime is None else _runtime.language_model_loss(module, labels, logits)
+
+
+def final_logits(logits: Any) -> Any:
+    """`core/models/gpt/gpt_model.py`, where logits are returned as such: the final softcap on them, if there is one."""
+    return logits if _runtime is None else _runtime.final_logits(logits)
 
 
 def train_begins(model: list[Any], optimizer: Any, opt_param_scheduler: Any) -> None:

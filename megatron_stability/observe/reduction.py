@@ -8,9 +8,10 @@ float64 keeps step, token and sample counts exact up to 2^53.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from types import MappingProxyType
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -33,6 +34,10 @@ COLUMNS = (
 )
 _AT = {name: i for i, name in enumerate(COLUMNS)}
 
+#: How a signal of `LocalSignals.extra` is combined over the ranks that have one; NaN says that a rank has none.
+Combine = Literal["max", "min", "sum"]
+_NOTHING_EXTRA: Mapping[str, torch.Tensor | float] = MappingProxyType({})
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocalSignals:
@@ -50,6 +55,7 @@ class LocalSignals:
             stage only.
         overflow: the fp16 loss scaler rejected the gradient.
         learning_rate: of the first parameter group; 0 on ranks without one.
+        extra: further signals by name (`Reduction.extra` says which), scalars; NaN or absent where a rank has none.
     """
 
     step: int
@@ -60,9 +66,10 @@ class LocalSignals:
     grad_amax: torch.Tensor | float | None = None
     overflow: bool = False
     learning_rate: float = 0.0
+    extra: Mapping[str, torch.Tensor | float] = field(default=_NOTHING_EXTRA)
 
-    def pack(self, device: torch.device) -> torch.Tensor:
-        """This rank's row, [len(COLUMNS)] float64 on `device`, made without a device-to-host copy."""
+    def pack(self, device: torch.device, extra: Sequence[str] = ()) -> torch.Tensor:
+        """This rank's row, [len(COLUMNS) + len(extra)] float64 on `device`, made without a device-to-host copy."""
         sums_n2 = self.loss_sums_n2.to(device=device, dtype=torch.float64)
         finite_n2 = torch.isfinite(sums_n2)
         norm, amax = _scalar(self.grad_norm, device), _scalar(self.grad_amax, device)
@@ -84,6 +91,7 @@ class LocalSignals:
                 (~torch.isfinite(amax)).double(),
                 host[3],
                 host[4],
+                *(_scalar(self.extra.get(name, math.nan), device) for name in extra),
             ]
         )
 
@@ -93,11 +101,12 @@ def _scalar(value: torch.Tensor | float | None, device: torch.device) -> torch.T
     return torch.as_tensor(value, dtype=torch.float64).to(device, non_blocking=True).reshape(())
 
 
-def combine(rows: Sequence[Sequence[float]]) -> StepRecord:
+def combine(rows: Sequence[Sequence[float]], extra: Mapping[str, Combine] = MappingProxyType({})) -> StepRecord:
     """The record from all ranks' rows, in rank order; the same bits on every rank.
 
     Args:
-        rows: [world][len(COLUMNS)], row r from rank r.
+        rows: [world][len(COLUMNS) + len(extra)], row r from rank r.
+        extra: names and ways of the columns behind `COLUMNS`.
 
     Returns:
         The reduced record. `loss` is NaN if any micro-batch's loss was not finite or no target token was valid;
@@ -126,8 +135,18 @@ def combine(rows: Sequence[Sequence[float]]) -> StepRecord:
         learning_rate=max(column("learning_rate")),
         disagreeing_ranks=tuple(rank for rank, cursor in enumerate(cursors) if cursor != cursors[0]),
         culprit_ranks=_culprits(column("nonfinite_losses"), grads),
-        signals=MappingProxyType({}),
+        signals=_signals(rows, extra),
     )
+
+
+def _signals(rows: Sequence[Sequence[float]], extra: Mapping[str, Combine]) -> Mapping[str, float]:
+    signals = {}
+    ways: Mapping[Combine, Callable[[list[float]], float]] = {"max": max, "min": min, "sum": math.fsum}
+    for at, (name, how) in enumerate(extra.items(), len(COLUMNS)):
+        values = [row[at] for row in rows if not math.isnan(row[at])]
+        if values:
+            signals[name] = ways[how](values)
+    return MappingProxyType(signals)
 
 
 def _culprits(nonfinite_losses: list[float], nonfinite_grads: list[float]) -> tuple[int, ...]:
@@ -143,17 +162,19 @@ class Reduction:
     Attributes:
         group: every rank that must agree; None where torch.distributed is not initialised (one process).
         device: where the collective's backend wants its tensors.
+        extra: the signals that ranks may add, equal on every rank, and how each is combined.
     """
 
     group: dist.ProcessGroup | None
     device: torch.device
+    extra: Mapping[str, Combine] = field(default_factory=dict)
 
     def __call__(self, local: LocalSignals) -> StepRecord:
         """One all-gather, one device-to-host copy."""
-        row = local.pack(self.device)
+        row = local.pack(self.device, tuple(self.extra))
         if self.group is None:
-            return combine([row.tolist()])
+            return combine([row.tolist()], self.extra)
         world = dist.get_world_size(self.group)
         rows = torch.empty(world * row.numel(), dtype=row.dtype, device=row.device)
         dist.all_gather_into_tensor(rows, row, group=self.group)
-        return combine(rows.view(world, -1).tolist())
+        return combine(rows.view(world, -1).tolist(), self.extra)

@@ -3,6 +3,7 @@
 {"kind":"run", ...,"x":"<xxh64 of the bytes before ,"x">"}    a process began, as generation g
 {"kind":"step", ...,"x":"..."}    a step ended: trained, skipped or halted
 {"kind":"undo", ...,"x":"..."}    a resume or rewind undid what came after
+{"kind":"attention", ...,"x":"..."}    largest logit, entropy and clip of every layer and head after a step
 """
 
 from __future__ import annotations
@@ -96,7 +97,20 @@ class UndoEntry(Entry):
     reason: str = ""
 
 
-AnyEntry = RunEntry | StepEntry | UndoEntry
+class AttentionEntry(Entry):
+    """Every layer and head after one step; the fields of `AttentionTable`."""
+
+    kind: Literal["attention"] = "attention"
+    step: int
+    layers: tuple[str, ...]
+    max_logit_lh: tuple[tuple[float, ...], ...]
+    entropy_lh: tuple[tuple[float, ...], ...]
+    factor_lh: tuple[tuple[float, ...], ...]
+    clips_lh: tuple[tuple[float, ...], ...]
+    max_gain_l: tuple[float, ...]
+
+
+AnyEntry = RunEntry | StepEntry | UndoEntry | AttentionEntry
 _ENTRIES: TypeAdapter[AnyEntry] = TypeAdapter(Annotated[AnyEntry, Field(discriminator="kind")])
 
 
@@ -116,6 +130,11 @@ class LedgerView:
     def steps(self) -> tuple[StepEntry, ...]:
         """Every step, undone ones too."""
         return tuple(entry for entry in self.entries if isinstance(entry, StepEntry))
+
+    @cached_property
+    def attention(self) -> tuple[AttentionEntry, ...]:
+        """The tables of all layers and heads."""
+        return tuple(entry for entry in self.entries if isinstance(entry, AttentionEntry))
 
     @cached_property
     def surviving(self) -> tuple[StepEntry, ...]:

@@ -7,6 +7,7 @@ error. One process writes (the caller opens the ledger on one rank); anyone may 
 
 from __future__ import annotations
 
+import dataclasses
 import fcntl
 import os
 import socket
@@ -21,6 +22,7 @@ from megatron_stability.record.entries import (
     FILE,
     SCHEMA,
     AnyEntry,
+    AttentionEntry,
     LedgerView,
     RunEntry,
     UndoEntry,
@@ -29,7 +31,7 @@ from megatron_stability.record.entries import (
     read,
     step_entry,
 )
-from megatron_stability.records import Decision, StepRecord
+from megatron_stability.records import AttentionTable, Decision, StepRecord
 
 __all__ = ["Ledger", "LedgerView", "RunInfo", "read"]
 
@@ -137,6 +139,10 @@ class Ledger:
         self._write(entry)
         if entry.eventful:
             self.flush()
+
+    def write_attention(self, table: AttentionTable) -> None:
+        """Append a table of all layers and heads."""
+        self._write(AttentionEntry(generation=self.generation, **dataclasses.asdict(table)))
 
     def rewind(self, to_step: int, to_sample: int, reason: str) -> None:
         """Mark every step after `to_step` undone and begin a new generation, within this process.

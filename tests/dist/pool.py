@@ -255,7 +255,7 @@ def _rank(template: Connection, folder: Path, rank: int, world: int, timeout: fl
 
 def _work(connection: Connection, folder: Path, rank: int, world: int, timeout: float) -> Any:
     path, job = connection.recv()
-    sys.path[:] = path
+    sys.path += [entry for entry in path if entry not in sys.path]  # what `prepare` put first stays first
     fn, args = pickle.loads(job)  # noqa: S301 - from our own parent
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world))
     store = dist.FileStore(str(folder / "store"), world)

@@ -41,9 +41,9 @@ def train(context: Context, *flags: str) -> Run:
     chunks: list[torch.nn.Module] = []
     pretrain(
         cfg_container=pretrain_cfg_container_from_args(parse_and_validate_args()),
-        train_valid_test_dataset_provider=_datasets,
+        train_valid_test_dataset_provider=datasets,
         model_type=ModelType.encoder_or_decoder,
-        forward_step_func=partial(_forward_step, losses),
+        forward_step_func=partial(forward_step, losses),
         model_provider=partial(_model, chunks),
     )
     weights = {
@@ -88,7 +88,7 @@ def _model(
     return model
 
 
-def _datasets(samples: Any, vp_stage: int | None = None) -> Any:
+def datasets(samples: Any, vp_stage: int | None = None) -> Any:
     from megatron.core import parallel_state
     from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
     from megatron.core.datasets.gpt_dataset import GPTDatasetConfig, MockGPTDataset
@@ -113,10 +113,10 @@ def _datasets(samples: Any, vp_stage: int | None = None) -> Any:
     return BlendedMegatronDatasetBuilder(MockGPTDataset, samples, first_of_tensor_group, config).build()
 
 
-_datasets.is_distributed = True  # type: ignore[attr-defined]  # Megatron asks for it: every rank calls the provider
+datasets.is_distributed = True  # type: ignore[attr-defined]  # Megatron asks for it: every rank calls the provider
 
 
-def _forward_step(losses: list[float], data_iterator: Any, model: torch.nn.Module) -> Any:
+def forward_step(losses: list[float], data_iterator: Any, model: torch.nn.Module) -> Any:
     from megatron.core import parallel_state
     from megatron.training import get_args
 

@@ -6,8 +6,12 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
+from hypothesis import settings
+
 from megatron_stability.detect.base import Detector
 from megatron_stability.records import StepRecord, Verdict
+
+PROPERTY = settings(deadline=None, derandomize=True, max_examples=60)
 
 
 def step(number: int, loss: float = 2.0, grad_norm: float = 1.0, **fields: Any) -> StepRecord:

@@ -10,7 +10,7 @@ import statistics
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from steps import feed, flagged, step
+from steps import PROPERTY, feed, flagged, step
 
 from megatron_stability.detect import build
 from megatron_stability.detect import grad_norm as grad_norm_module
@@ -115,7 +115,7 @@ def test_an_implausible_value_is_flagged_even_during_warm_up() -> None:
 
 
 def test_loss_spike_by_sigma_with_tier_by_nats() -> None:
-    detector = loss_module.LossSpike(LossSpike(), LATE)
+    detector = loss_module.LossSpike(LossSpike(persistence=1), LATE)
     feed(detector, [noisy(i) for i in range(1, 201)])
     assert detector.inspect(step(201, loss=2.05)) is None
     assert detector.inspect(step(201, loss=2.2)).tier is Tier.SMALL
@@ -201,6 +201,7 @@ anything = st.one_of(
 )
 
 
+@PROPERTY
 @given(values=st.lists(st.tuples(anything, anything, st.booleans()), max_size=120))
 def test_no_input_puts_a_non_finite_number_into_a_state(values) -> None:
     detectors = build(
@@ -216,6 +217,7 @@ def test_no_input_puts_a_non_finite_number_into_a_state(values) -> None:
             json.dumps(detector.state_dict(), allow_nan=False)
 
 
+@PROPERTY
 @given(values=st.lists(st.tuples(anything, anything), min_size=2, max_size=80), cut=st.integers(1, 79))
 def test_a_restored_detector_judges_as_the_uninterrupted_one(values, cut: int) -> None:
     config = Detect(

@@ -8,7 +8,7 @@ import math
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from steps import step
+from steps import PROPERTY, step
 
 from megatron_stability.config import load
 from megatron_stability.decide.config import Decide, Rule
@@ -132,6 +132,7 @@ def test_observe_applies_and_says_what_act_would_do() -> None:
     assert observe.decide(step(6), []).action is Action.APPLY
 
 
+@PROPERTY
 @given(
     before=st.lists(st.booleans(), max_size=60),
     after=st.lists(st.booleans(), max_size=60),
@@ -179,3 +180,153 @@ def test_a_rule_for_an_unknown_detector_is_refused_with_a_suggestion(tmp_path) -
 def test_a_window_too_small_for_its_warm_up_is_refused() -> None:
     with pytest.raises(UsageError, match="warmup_steps 20 is more than window 10"):
         load(None, {"stability_detect_grad_norm_spike_window": "10"})
+
+
+LR = {"action": Action.SCALE_LR, "factor": 0.8, "steps": 500}
+BACK = {"action": Action.REWIND, "generations": 1, "skip_steps": 8, "factor": 0.8, "steps": 500}
+
+
+def rule(detector: str, tier: Tier, **fields) -> Rule:
+    return Rule(detector=detector, tier=tier, **fields)
+
+
+def quiet(policy: TablePolicy, steps: int) -> None:
+    for i in range(steps):
+        policy.settle(policy.decide(step(i + 1), []))
+
+
+def test_scale_lr_carries_its_parameters_and_cools_down() -> None:
+    policy = TablePolicy(Decide(rules=(rule("loss_spike", Tier.MEDIUM, **LR),), cooldown_steps=100), "act")
+    medium = [verdict("loss_spike", Tier.MEDIUM)]
+    first = policy.decide(step(1), medium)
+    assert (first.action, dict(first.parameters)) == (Action.SCALE_LR, {"factor": 0.8, "steps": 500.0})
+    assert first.updates_weights
+    policy.settle(first)
+    again = policy.decide(step(2), medium)
+    assert again.action is Action.APPLY
+    assert "cool-down" in again.reason
+    quiet(policy, 99)
+    assert policy.decide(step(101), medium).action is Action.APPLY
+    quiet(policy, 1)
+    assert policy.decide(step(102), medium).action is Action.SCALE_LR
+
+
+def test_each_rewind_goes_further_back_with_a_lower_rate_and_then_halts() -> None:
+    policy = TablePolicy(Decide(rules=(rule("loss_spike", Tier.LARGE, **BACK),), max_rewinds=2), "act")
+    seen = []
+    for i in (1, 2, 3):
+        decision = policy.decide(step(i), [verdict("loss_spike", Tier.LARGE)])
+        policy.settle(decision)
+        seen.append((decision.action, dict(decision.parameters)))
+    assert seen == [
+        (Action.REWIND, {"generations": 1.0, "skip_steps": 8.0, "attempt": 1.0, "factor": 0.8, "steps": 500.0}),
+        (Action.REWIND, {"generations": 2.0, "skip_steps": 8.0, "attempt": 2.0, "factor": 0.4, "steps": 500.0}),
+        (Action.HALT, {}),
+    ]
+    assert "2 rewinds were not enough" in decision.reason
+
+
+def test_exhausted_skips_may_rewind_before_they_halt() -> None:
+    config = Decide(max_consecutive_skips=2, when_exhausted="rewind", max_rewinds=1)
+    assert run(TablePolicy(config, "act"), [True] * 6) == [
+        Action.SKIP,
+        Action.SKIP,
+        Action.REWIND,
+        Action.SKIP,
+        Action.SKIP,
+        Action.HALT,
+    ]
+
+
+def test_probation_raises_finite_tiers_by_one_but_never_towards_a_skip() -> None:
+    rules = (
+        rule("loss_spike", Tier.MEDIUM, **LR),
+        rule("grad_norm_spike", Tier.LARGE, action=Action.SKIP),
+        rule("non_finite", Tier.NON_FINITE, action=Action.SKIP),
+        rule("lr_peak", Tier.NON_FINITE, action=Action.HALT),
+    )
+    policy = TablePolicy(Decide(rules=rules, probation_steps=50), "act")
+
+    def action(detector: str, tier: Tier) -> Action:
+        return policy.decide(step(1), [verdict(detector, tier)]).action
+
+    assert not policy.on_probation
+    assert action("loss_spike", Tier.SMALL) is Action.APPLY
+    run(policy, [True])
+    assert policy.on_probation
+    assert action("loss_spike", Tier.SMALL) is Action.SCALE_LR
+    assert action("loss_spike", Tier.WATCH) is Action.APPLY
+    assert action("grad_norm_spike", Tier.MEDIUM) is Action.APPLY
+    assert action("lr_peak", Tier.LARGE) is Action.APPLY  # large is not raised to non-finite
+    quiet(policy, 50)
+    assert action("loss_spike", Tier.SMALL) is Action.APPLY
+
+
+def test_joined_detectors_must_agree_within_the_given_steps() -> None:
+    joined = rule("loss_spike+grad_norm_spike", Tier.MEDIUM, action=Action.SKIP, within=3)
+    policy = TablePolicy(Decide(rules=(joined,)), "act")
+    loss, norm = verdict("loss_spike", Tier.MEDIUM), verdict("grad_norm_spike", Tier.LARGE)
+
+    def action(*verdicts: Verdict) -> Action:
+        decision = policy.decide(step(1), verdicts)
+        policy.settle(decision)
+        return decision.action
+
+    assert action(loss) is Action.APPLY
+    assert action(loss, norm) is Action.SKIP
+    quiet(policy, 3)
+    assert action(norm) is Action.APPLY
+    assert action(verdict("loss_spike", Tier.SMALL)) is Action.APPLY
+    assert action(loss) is Action.SKIP  # two steps after the norm
+    quiet(policy, 3)
+    assert action(loss) is Action.APPLY
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"action": "scale_lr"}, "needs factor and steps"),
+        ({"action": "rewind"}, "needs generations and skip_steps"),
+        ({"action": "rewind", "generations": 1, "skip_steps": 1, "factor": 0.5}, "together or not at all"),
+        ({"action": "skip", "factor": 0.5, "steps": 3}, "takes no factor"),
+        ({"action": "skip", "generations": 2}, "takes no generations"),
+        ({"action": "scale_lr", "factor": 1.5, "steps": 3}, "less than 1"),
+        ({"action": "skip", "detector": "loss_spike+nothing"}, "no such detector: nothing"),
+    ],
+)
+def test_a_rule_without_or_with_wrong_parameters_is_refused(fields, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        Rule(**{"detector": "*", "tier": "large", **fields})
+
+
+def test_a_table_with_every_action_survives_a_restart(tmp_path) -> None:
+    file = tmp_path / "s.yaml"
+    file.write_text(
+        """
+decide:
+  max_rewinds: 3
+  probation_steps: 0
+  rules:
+    - {detector: loss_spike+grad_norm_spike, tier: medium, within: 5, action: scale_weight_decay, factor: 0.5, steps: 9}
+    - {detector: loss_spike, tier: large, action: rewind, generations: 1, skip_steps: 4}
+    - {detector: "*", tier: system, action: halt}
+"""
+    )
+    config = load(file).decide
+    whole, restored = TablePolicy(config, "act"), TablePolicy(config, "act")
+    loss, norm, large = (
+        verdict("loss_spike", Tier.MEDIUM),
+        verdict("grad_norm_spike", Tier.MEDIUM),
+        verdict("loss_spike", Tier.LARGE),
+    )
+    for found in ([norm], [large]):
+        whole.settle(whole.decide(step(1), found))
+    restored.load_state_dict(json.loads(json.dumps(whole.state_dict(), allow_nan=False)))
+    expected = [Action.SCALE_WEIGHT_DECAY, Action.REWIND, Action.REWIND, Action.HALT]
+    for policy in (whole, restored):
+        taken = []
+        for found in ([loss], [large], [large], [large]):
+            decision = policy.decide(step(2), found)
+            policy.settle(decision)
+            taken.append(decision.action)
+        assert taken == expected

@@ -100,11 +100,14 @@ def installed() -> bool:
     return bool(_BACKEND.rows)
 
 
-def install() -> None:
+def install(*, banner: bool = True) -> None:
     """Let the host stand in for one CUDA device in this process, until `uninstall`; a second call does nothing.
 
     Call it before Megatron is imported, so that no module takes an unreplaced function from torch, and after an import
     hook that patches Megatron, since it imports `megatron.core`. Missing variables of `environment` are set.
+
+    Args:
+        banner: Whether rank 0 prints `BANNER` to the standard error stream.
 
     Raises:
         UsageError: A CUDA device is visible, Transformer Engine is importable, or megatron-core is not installed.
@@ -133,12 +136,12 @@ def install() -> None:
     try:
         _BACKEND.replace(list(torch_rows(host_generator)))
         _BACKEND.host_generator = host_generator
-        torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+        torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"].partition(",")[0]))  # OpenMP allows one a nesting level
         _BACKEND.replace(megatron_rows())
     except BaseException:
         _BACKEND.restore()
         raise
-    if os.environ.get("RANK", "0") == "0":
+    if banner and os.environ.get("RANK", "0") == "0":
         print(BANNER, file=sys.stderr, flush=True)
 
 

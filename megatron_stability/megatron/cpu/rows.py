@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import multiprocessing.forkserver
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -67,6 +68,9 @@ def torch_rows(host_generator: torch.Generator) -> Iterator[Row]:
     yield from _tensor_rows()
     loader = torch.utils.data.DataLoader
     yield Row(loader, "__init__", s.data_loader_init(loader.__init__, host_generator), "host RNG; nothing is pinned")
+    server: Any = multiprocessing.forkserver._forkserver
+    preload = ["megatron_stability.megatron.cpu.worker", *server._preload_modules]
+    yield Row(server, "_preload_modules", preload, "the asynchronous checkpoint worker needs the backend too")
     dist = torch.distributed
     yield Row(dist, "all_to_all_single", s.all_to_all_single(dist.all_to_all_single), "gloo takes int split sizes")
     yield Row(dist, "all_reduce", s.all_reduce(dist.all_reduce), "gloo has no AVG")
@@ -80,7 +84,7 @@ def _device_rows() -> Iterator[Row]:
         ("is_available", True), ("is_initialized", True), ("device_count", 1), ("current_device", 0),
         ("set_device", None), ("_exchange_device", 0), ("_maybe_exchange_device", 0), ("synchronize", None),
         ("is_current_stream_capturing", False), ("set_stream", None), ("ipc_collect", None),
-        ("_is_in_bad_fork", False),  # else torch.manual_seed skips the device in a forked process
+        ("_is_in_bad_fork", False),  # else torch.manual_seed skips the device's generator in a forked process
     ):  # fmt: skip
         for owner in (cuda, cuda.random):  # torch.cuda.random has names of its own for some of them
             if name in vars(owner):

@@ -1,0 +1,1 @@
+"""Prevention inside Megatron's model: norms, attention, loss, initialisation, embedding clip."""

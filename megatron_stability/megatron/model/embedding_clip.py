@@ -1,0 +1,107 @@
+"""The embedding-row clip on Megatron's step: every copy of the word embedding that this rank holds."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+from megatron_stability.megatron import master_weights
+from megatron_stability.numerics import embedding_norm
+
+
+def word_embeddings(model: Sequence[torch.nn.Module]) -> Iterator[torch.nn.Parameter]:
+    """The word embedding of each chunk that has one, and the last stage's copy of a tied one.
+
+    Args:
+        model: this rank's model chunks, wrapped or not.
+    """
+    for chunk in model:
+        for name, weight in chunk.named_parameters():
+            tied_copy = name.endswith("output_layer.weight") and getattr(weight, "shared_embedding", False)
+            if name.endswith("embedding.word_embeddings.weight") or tied_copy:
+                yield weight
+
+
+class EmbeddingClipHook:
+    """Scales rows longer than the radius down to it, after each step that changed the weights.
+
+    Norms are the fp32 master's; where that is cut over data-parallel ranks, their sums of squares are added up in one
+    all-reduce of [V/T]. Every rank scales its own copies by the same factors, so that copies can't drift apart.
+    """
+
+    def __init__(self, radius: float, model: Sequence[torch.nn.Module], optimizer: Any) -> None:
+        """Args: radius: largest row norm; model: this rank's chunks; optimizer: Megatron's, chained or not."""
+        self._radius, self._optimizer = radius, optimizer
+        self._weights = [weight for weight in word_embeddings(model) if weight.requires_grad]
+        self._clipped = torch.zeros((), dtype=torch.float64)
+
+    @property
+    def signals(self) -> Mapping[str, Any]:
+        """Rows clipped after the step before this one, the most of any rank's shard."""
+        return {"embedding/rows_clipped": "max"}
+
+    def train_begins(self) -> None:
+        """Nothing."""
+
+    def step_begins(self, step: int) -> None:
+        """Nothing."""
+
+    def observe(self) -> Mapping[str, torch.Tensor]:
+        """This rank's number; a step's clip is made after its record, so the number is the step before's."""
+        return {"embedding/rows_clipped": self._clipped}
+
+    def update_done(self, record: Any, updated: bool) -> None:
+        """Clip. Collective over the data-parallel group where the master is sharded."""
+        del record
+        if updated:
+            self._clipped = torch.stack([self._clip(weight) for weight in self._weights or []] or [torch.zeros(())])
+            self._clipped = self._clipped.double().amax()
+
+    @torch.no_grad()
+    def _clip(self, weight: torch.nn.Parameter) -> torch.Tensor:
+        rows, width = weight.shape
+        copies = master_weights.copies(weight, self._optimizer)
+        owner = _sharded_by(weight, self._optimizer)
+        if owner is None:
+            sums = embedding_norm.square_sums(*copies[-1], rows, width)
+        else:
+            sums = embedding_norm.square_sums(*_own_shard(weight, copies, owner), rows, width)
+            dist.all_reduce(sums, group=owner.data_parallel_group)
+        factor = embedding_norm.factors(sums, self._radius)
+        for flat, start in copies:
+            embedding_norm.scale_rows_(flat, start, width, factor)
+        return (factor < 1.0).sum()
+
+
+def _sharded_by(weight: torch.nn.Parameter, optimizer: Any) -> DistributedOptimizer | None:
+    """The distributed optimizer that cuts the weight; the same answer on ranks whose shard is empty."""
+    for leaf in getattr(optimizer, "chained_optimizers", [optimizer]):
+        if isinstance(leaf, DistributedOptimizer) and any(weight in buffer.param_index_map for buffer in leaf.buffers):
+            return leaf
+    return None
+
+
+def _own_shard(
+    weight: torch.nn.Parameter, copies: Sequence[master_weights.Copy], owner: DistributedOptimizer
+) -> master_weights.Copy:
+    """This rank's part of the fp32 master, perhaps empty; an fp32 model's is a part of the parameter itself."""
+    if weight not in owner.model_param_gbuf_map:
+        return master_weights.Copy(copies[0].flat[:0], 0)
+    shard = owner._get_model_param_range_map(weight)["param"]
+    if len(copies) > 1:
+        return copies[-1]
+    return master_weights.Copy(copies[0].flat[shard.start : shard.end], shard.start)
+
+
+def refuse_what_cannot_work(args: Namespace) -> None:
+    """Raise for optimizers whose master weights can't be scaled row by row.
+
+    Raises:
+        UsageError: names the flag.
+    """
+    master_weights.refuse_what_has_no_plain_copies(args, "--stability-model-embedding-norm-clip")

@@ -1,0 +1,135 @@
+"""What the `model` settings change in Megatron's arguments, and the pairs that are refused before a model is built."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Iterator
+
+from megatron_stability.config import StabilityConfig, flag
+from megatron_stability.errors import UsageError
+from megatron_stability.megatron.model import embedding_clip
+from megatron_stability.numerics.config import Model
+from megatron_stability.numerics.init import d_model_std
+
+
+def name(*path: str) -> str:
+    """The flag of a setting, e.g. ("init", "qk") -> --stability-model-init-qk."""
+    return flag(("model", *path))
+
+
+def refuse_what_cannot_work(config: StabilityConfig, args: Namespace) -> None:
+    """Raise for a setting that would silently do nothing or something else.
+
+    Raises:
+        UsageError: names both flags and the way out.
+    """
+    model = config.model
+    if config.mode == "off":
+        for setting in model.active():
+            raise UsageError(
+                f"{name(setting)} with --stability-mode off: the plugin is off and the model would be stock; use "
+                "--stability-mode observe, or drop the setting"
+            )
+        return
+    for setting, other, why in _pairs(model, args):
+        raise UsageError(f"{setting} with {other}: {why}")
+    if model.embedding_norm_clip is not None:
+        embedding_clip.refuse_what_cannot_work(args)
+
+
+def apply(model: Model, args: Namespace) -> None:
+    """Set the arguments through which Megatron itself does a part of the work.
+
+    Args:
+        model: the settings, already checked.
+        args: Megatron's validated arguments, from which its transformer configuration is made later.
+    """
+    if model.qk_norm != "none":
+        args.qk_layernorm = True  # Megatron builds the spec's norms, and sums their gradients over TP, only then
+    if model.init.embedding == "d_model":
+        args.embedding_init_method_std = d_model_std(args.hidden_size)
+
+
+def _pairs(model: Model, args: Namespace) -> Iterator[tuple[str, str, str]]:
+    """(a setting of ours, what it can't be with, why and what to do)."""
+    if model.needs_spec:
+        yield from _of_the_spec(model, args)
+    if model.changes_loss:
+        setting = name("z_loss" if model.z_loss > 0 else "final_softcap")
+        if getattr(args, "cross_entropy_loss_fusion", False):
+            yield (
+                setting,
+                "--cross-entropy-loss-fusion",
+                "the fused loss of this plugin takes its place; drop the flag",
+            )
+        if getattr(args, "fp16_lm_cross_entropy", False):
+            yield setting, "--fp16-lm-cross-entropy", "the loss is computed in fp32; drop the flag"
+    if model.qk_norm == "none" and model.qk_norm_scale != 1.0:
+        yield name("qk_norm_scale"), f"{name('qk_norm')} none", "there is no norm to scale; choose one"
+    if model.init.embedding == "d_model" and getattr(args, "use_mup", False):
+        yield name("init", "embedding"), "--use-mup", "µP keeps the embedding's deviation at its base width's"
+    if model.init.embedding == "d_model" and args.embedding_init_method_std is not None:
+        yield name("init", "embedding"), "--embedding-init-method-std", "both set the same deviation; keep one"
+
+
+def _of_the_spec(model: Model, args: Namespace) -> Iterator[tuple[str, str, str]]:
+    setting = next(
+        name(*path)
+        for path, set_ in (
+            (("qk_norm",), model.qk_norm != "none"),
+            (("attention_softcap",), model.attention_softcap is not None),
+            (("init", "qk"), model.init.qk != "megatron"),
+        )
+        if set_
+    )
+    if list(args.spec or ()) != ["megatron_stability"]:
+        other = f"--spec {' '.join(args.spec)}" if args.spec else "no --spec"
+        yield setting, other, "the setting acts through the layer spec; add --spec megatron_stability"
+    if getattr(args, "multi_latent_attention", False):
+        yield setting, "--multi-latent-attention", "MLA normalises and initialises its own latent projections"
+    if getattr(args, "experimental_attention_variant", None) is not None:
+        yield setting, "--experimental-attention-variant", "that attention does not come from this layer spec"
+    if args.mtp_num_layers and not getattr(args, "stability_own_model", False):
+        yield (
+            setting,
+            "--mtp-num-layers",
+            "this script builds MTP layers from the stock spec; use `megatron-stability pretrain`",
+        )
+    if model.qk_norm != "none":
+        yield from _of_qk_norm(model, args)
+    if model.attention_softcap is not None:
+        yield from _of_attention_softcap(model, args)
+    groups, tp = args.num_query_groups or args.num_attention_heads, args.tensor_model_parallel_size
+    if model.init.qk != "megatron":
+        if getattr(args, "use_mup", False):
+            yield name("init", "qk"), "--use-mup", "µP sets these rows' deviation itself; keep one"
+        if groups % tp:
+            yield _groups(name("init", "qk"), tp, groups)
+
+
+def _groups(setting: str, tp: int, groups: int) -> tuple[str, str, str]:
+    why = f"{groups} query groups can't be shared out evenly; use a tensor-parallel size that divides them"
+    return setting, f"--tensor-model-parallel-size {tp}", why
+
+
+def _of_qk_norm(model: Model, args: Namespace) -> Iterator[tuple[str, str, str]]:
+    setting = f"{name('qk_norm')} {model.qk_norm}"
+    if getattr(args, "qk_l2_norm", False):
+        yield setting, "--qk-l2-norm", "two norms for the same queries and keys; keep one (ours is rms_no_gain)"
+    groups, tp = args.num_query_groups or args.num_attention_heads, args.tensor_model_parallel_size
+    if model.qk_norm == "rmsnorm_whole" and groups % tp:
+        yield _groups(setting, tp, groups)
+
+
+def _of_attention_softcap(model: Model, args: Namespace) -> Iterator[tuple[str, str, str]]:
+    setting, kernel = name("attention_softcap"), f"{name('attention_softcap_kernel')} {model.attention_softcap_kernel}"
+    engine = args.transformer_impl == "transformer_engine"
+    if model.attention_softcap_kernel == "dense" and engine:
+        yield kernel, "--transformer-impl transformer_engine", "the dense kernel is the local spec's; use flex or auto"
+    if model.attention_softcap_kernel == "flex":
+        if args.attention_dropout > 0:
+            yield kernel, "--attention-dropout above 0", "FlexAttention has no dropout; use 0 or the kernel `dense`"
+        if args.context_parallel_size > 1:
+            yield kernel, "--context-parallel-size above 1", "FlexAttention sees one rank's keys; use auto"
+    if args.transformer_impl not in ("local", "transformer_engine"):
+        yield setting, f"--transformer-impl {args.transformer_impl}", "its attention has no softcap"

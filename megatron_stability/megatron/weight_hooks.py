@@ -1,0 +1,66 @@
+"""What runs with a step beside the pipeline: measures in its forward, and changes weights after it (QK-clip)."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+
+from megatron_stability.config import StabilityConfig
+from megatron_stability.megatron import qk_clip
+from megatron_stability.megatron.model.embedding_clip import EmbeddingClipHook
+from megatron_stability.observe.reduction import Combine
+from megatron_stability.records import AttentionTable, StepRecord
+
+
+class WeightHook(Protocol):
+    """One of them. Every rank has the same ones; "collective" methods are called by every rank, in the same order."""
+
+    @property
+    def signals(self) -> Mapping[str, Combine]:
+        """The names that `observe` may return, and how each is combined over ranks."""
+
+    def train_begins(self) -> None:
+        """Collective, before the first step."""
+
+    def step_begins(self, step: int) -> None:
+        """Before the forward of `step` (1-based)."""
+
+    def observe(self) -> Mapping[str, torch.Tensor]:
+        """Collective, before the gate: scalars of this rank for the StepRecord; NaN where it has none."""
+
+    def update_done(self, record: StepRecord, updated: bool) -> AttentionTable | None:
+        """Collective, after the optimizer; `updated` says whether it changed the weights."""
+
+
+@runtime_checkable
+class TableSink(Protocol):
+    """A sink that takes tables of all layers and heads."""
+
+    def write_attention(self, table: AttentionTable) -> None:
+        """Called on every rank that has the table; most write on one."""
+
+
+def build(config: StabilityConfig, model: Sequence[Any], optimizer: Any, device: torch.device) -> list[WeightHook]:
+    """The hooks that the configuration asks for. No collective, so that a rank may fail alone and say so.
+
+    Raises:
+        UsageError: a layer of this rank can't be measured or clipped; names it.
+    """
+    hooks: list[WeightHook] = []
+    if qk_clip.wanted(config):
+        hooks.append(qk_clip.AttentionHook(config, model, optimizer, device))
+    if config.model.embedding_norm_clip is not None:
+        hooks.append(EmbeddingClipHook(config.model.embedding_norm_clip, model, optimizer))
+    return hooks
+
+
+def refuse_what_cannot_work(config: StabilityConfig, args: Namespace) -> None:
+    """Raise for Megatron's flags that a hook can't live with.
+
+    Raises:
+        UsageError: names the flag and the way out.
+    """
+    qk_clip.refuse_what_cannot_work(config, args)

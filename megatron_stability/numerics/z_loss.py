@@ -1,0 +1,234 @@
+"""Cross-entropy, final softcap and z-loss of vocabulary-parallel logits in one autograd function.
+
+For a token with capped logits y (y = c·tanh(x/c), or x), log-partition Z = logsumexp(y) over the real vocabulary and
+target t:
+
+    returned            CE = Z - y_t                                   (pure: no z term)
+    gradient            d/dy [CE + β·Z²] = (1 + 2βZ)·p - onehot(t)     times the token's incoming gradient
+
+So the z-loss takes exactly the weight that the caller gives the token's cross-entropy: masked tokens add 0, and
+whatever normalises the cross-entropy (micro-batch mean, or the global count of valid tokens with
+`--calculate-per-token-loss`) normalises β·Z². z-loss: de Brébisson & Vincent 2016; Chowdhery et al. 2022 (PaLM).
+
+Memory: the logits stay as they came (bf16: half of a saved fp32 softmax), read in blocks of rows, in fp32 within a
+block. Communication: one all-gather of three or four fp32 numbers a token and rank, combined in rank order.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+BLOCK_ELEMENTS = 1 << 19  # of a block of rows: 2 MiB of fp32, which a CPU's cache holds, times a few temporaries
+
+
+@dataclass
+class LogZ:
+    """log-Z of the tokens that took part in a backward pass, weighted as their loss was; kept on the device.
+
+    Attributes:
+        sums: [3] fp64: Σw, Σw·Z, Σw·Z² since `clear`; w is a token's incoming gradient.
+        largest: [] fp32: the largest Z of a token with w ≠ 0, -inf before the first.
+    """
+
+    sums: Tensor = field(default_factory=lambda: torch.zeros(3, dtype=torch.float64))
+    largest: Tensor = field(default_factory=lambda: torch.tensor(-math.inf))
+
+    def add(self, log_z: Tensor, weight: Tensor) -> None:
+        """Take a micro-batch in; [...] both, of one shape."""
+        weight = weight.double()
+        kept = torch.where(weight == 0, 0.0, log_z.double())  # a masked token's Z may be anything, 0·NaN included
+        sums = torch.stack([weight.sum(), (weight * kept).sum(), (weight * kept.square()).sum()])
+        largest = torch.where(weight == 0, -math.inf, log_z).amax()
+        self.sums = self.sums.to(sums.device) + sums
+        self.largest = torch.maximum(self.largest.to(largest.device), largest)
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self.sums = torch.zeros_like(self.sums)
+        self.largest = torch.full_like(self.largest, -math.inf)
+
+    def mean(self) -> Tensor:
+        """Weighted mean of Z in nats, NaN where no token counted."""
+        return self.sums[1] / self.sums[0]
+
+    def mean_square(self) -> Tensor:
+        """Weighted mean of Z²: β times this is the z-loss."""
+        return self.sums[2] / self.sums[0]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossSettings:
+    """What the loss adds to cross-entropy.
+
+    Attributes:
+        vocab_size: real vocabulary rows; further rows are padding and take no probability.
+        cap: final softcap, None for none.
+        beta: z-loss coefficient β ≥ 0.
+        label_smoothing: α in [0, 1): weight α spread evenly over the rows other than the target.
+    """
+
+    vocab_size: int
+    cap: float | None = None
+    beta: float = 0.0
+    label_smoothing: float = 0.0
+
+    @property
+    def smoothing(self) -> float:
+        """Weight of the uniform distribution over all V rows in the smoothed target."""
+        if self.label_smoothing == 0.0:
+            return 0.0
+        return self.label_smoothing * self.vocab_size / (self.vocab_size - 1)
+
+
+class _Loss(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        logits: Tensor,
+        target: Tensor,
+        settings: LossSettings,
+        group: dist.ProcessGroup | None,
+        stats: LogZ | None,
+        overwrite: bool,
+    ) -> Tensor:
+        local_rows = logits.shape[-1]
+        first = 0 if group is None else dist.get_rank(group) * local_rows
+        real = min(max(settings.vocab_size - first, 0), local_rows)
+        flat, owned = logits.reshape(-1, local_rows), target.reshape(-1) - first
+        columns = 4 if settings.smoothing else 3
+        mine = torch.zeros(columns, flat.shape[0], dtype=torch.float32, device=logits.device)
+        mine[0], mine[2] = -math.inf, -math.inf
+        if real:
+            for rows in _blocks(flat):
+                _measure(flat[rows, :real], owned[rows], settings, mine[:, rows])
+        largest, total, picked, mean = _combine(mine, group, settings)
+        log_total = total.log()
+        loss = log_total - (picked - largest)  # not log-Z less the logit: a small loss of large logits would be noise
+        if settings.smoothing:
+            loss = (1.0 - settings.smoothing) * loss + settings.smoothing * (log_total - (mean - largest))
+        ignored = target.reshape(-1) < 0
+        loss = loss.masked_fill(ignored, 0.0)
+        ctx.save_for_backward(logits, target, largest, total)
+        ctx.settings, ctx.stats, ctx.overwrite = settings, stats, overwrite
+        ctx.first, ctx.real = first, real
+        return loss.view(target.shape)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None, None, None]:
+        logits, target, largest, total = ctx.saved_tensors
+        log_z = largest + total.log()
+        weight = gradients[0].reshape(-1).float().masked_fill(target.reshape(-1) < 0, 0.0)
+        if ctx.stats is not None:
+            ctx.stats.add(log_z, weight)
+        out = logits if ctx.overwrite else torch.empty_like(logits, memory_format=torch.contiguous_format)
+        local_rows = logits.shape[-1]
+        flat, flat_out = logits.reshape(-1, local_rows), out.view(-1, local_rows)
+        owned = target.reshape(-1) - ctx.first
+        for rows in _blocks(flat):
+            if ctx.real:
+                flat_out[rows, : ctx.real] = _gradient(
+                    flat[rows, : ctx.real], owned[rows], ctx.settings, largest[rows], total[rows], weight[rows]
+                )
+            flat_out[rows, ctx.real :] = 0.0
+        return out, None, None, None, None, None
+
+
+def _blocks(flat: Tensor) -> list[slice]:
+    rows = max(1, BLOCK_ELEMENTS // flat.shape[-1])
+    if flat.is_cuda:  # there, a block has to fill the device
+        rows *= 64
+    return [slice(start, start + rows) for start in range(0, flat.shape[0], rows)]
+
+
+def _measure(block: Tensor, owned: Tensor, settings: LossSettings, out: Tensor) -> None:
+    """Writes max y, Σexp(y - max), the target's logit where this rank owns it, and (smoothing) Σy."""
+    y = _capped(block, settings.cap)
+    here = (owned >= 0) & (owned < y.shape[-1])
+    picked = y.gather(-1, owned.clamp(0, y.shape[-1] - 1).unsqueeze(-1)).squeeze(-1)
+    out[2] = picked.masked_fill(~here, -math.inf)
+    if settings.smoothing:
+        out[3] = y.sum(-1)
+    out[0] = y.amax(-1)
+    out[1] = _shifted(y, out[0], block).exp_().sum(-1)
+
+
+def _shifted(y: Tensor, by: Tensor, block: Tensor) -> Tensor:
+    """y - by of each row; in place where y is a copy of the block, for fp32 logits without a cap are the caller's."""
+    return y - by.unsqueeze(-1) if y.data_ptr() == block.data_ptr() else y.sub_(by.unsqueeze(-1))
+
+
+def _capped(block: Tensor, cap: float | None) -> Tensor:
+    y = block.float()
+    if cap is None:
+        return y
+    return y.div(cap).tanh_().mul_(cap)
+
+
+def _combine(
+    mine: Tensor, group: dist.ProcessGroup | None, settings: LossSettings
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Largest logit M, Σexp(y - M), the target's logit and the mean logit of each token, [n], equal on every rank."""
+    parts = mine.unsqueeze(0)
+    if group is not None:
+        world = dist.get_world_size(group)
+        parts = torch.empty(world * mine.shape[0], mine.shape[1], dtype=mine.dtype, device=mine.device)
+        dist.all_gather_into_tensor(parts, mine, group=group)
+        parts = parts.view(world, *mine.shape)
+    largest = parts[:, 0].amax(0)
+    total = (parts[:, 1] * (parts[:, 0] - largest).exp()).sum(0)  # a rank of padding only: 0·exp(-inf)
+    mean = parts[:, 3].sum(0) / settings.vocab_size if settings.smoothing else largest
+    return largest, total, parts[:, 2].amax(0), mean
+
+
+def _gradient(
+    block: Tensor, owned: Tensor, settings: LossSettings, largest: Tensor, total: Tensor, weight: Tensor
+) -> Tensor:
+    """d/d(logits) of a block, fp32: weight · ((1 + 2βZ)·p - smoothed onehot) · d(cap)/dx."""
+    y = _capped(block, settings.cap)
+    gradient = (_shifted(y, largest, block) if settings.cap is None else y - largest.unsqueeze(-1)).exp_()
+    log_z = largest + total.log()
+    # a token without weight adds exactly 0, even where its own numbers are not finite
+    factor = torch.where(weight == 0, 0.0, weight * (1.0 + 2.0 * settings.beta * log_z) / total)
+    gradient.mul_(factor.unsqueeze(-1))
+    if settings.smoothing:
+        gradient.sub_(weight.unsqueeze(-1) * (settings.smoothing / settings.vocab_size))
+    here = (owned >= 0) & (owned < y.shape[-1])
+    hit = torch.where(here, -(1.0 - settings.smoothing) * weight, 0.0)
+    gradient.scatter_add_(-1, owned.clamp(0, y.shape[-1] - 1).unsqueeze(-1), hit.unsqueeze(-1))
+    if settings.cap is not None:
+        gradient.mul_(y.div_(settings.cap).square_().neg_().add_(1.0))
+    return gradient
+
+
+def vocab_parallel_loss(
+    logits: Tensor,
+    target: Tensor,
+    settings: LossSettings,
+    *,
+    group: dist.ProcessGroup | None = None,
+    stats: LogZ | None = None,
+    overwrite: bool = False,
+) -> Tensor:
+    """Per-token cross-entropy of the capped logits; its gradient carries the z-loss.
+
+    Args:
+        logits: [..., V/T] this rank's rows of the padded vocabulary, any float dtype.
+        target: [...] int64, equal on all ranks of the group. A negative target is ignored (loss 0, gradient 0); one
+            outside the real vocabulary has infinite loss.
+        settings: vocabulary, cap, β, label smoothing.
+        group: tensor-parallel group, None for one rank. Collective: one all-gather, in forward only.
+        stats: takes in log-Z at backward, with the weights that the loss got; None for none.
+        overwrite: write the gradient over the logits. Only where nobody reads them later; a second backward through
+            them is then an error of torch's, not a wrong number.
+
+    Returns:
+        [...] fp32 nats, identical on all ranks of the group.
+    """
+    result: Tensor = _Loss.apply(logits, target, settings, group, stats, overwrite)
+    return result

@@ -1,0 +1,155 @@
+"""Small GPT models of every attention, layout and optimizer, whose weights follow from their global index alone."""
+
+from __future__ import annotations
+
+import zlib
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_stability.config import StabilityConfig
+from tests.dist.pool import Context
+
+HIDDEN, HEADS, HEAD, SEQ, VOCAB = 48, 8, 6, 16, 64
+GROUPS = {"mha": 8, "gqa": 2, "mqa": 1, "mla": 8}
+
+
+def config(kind: str, tp: int = 1, pp: int = 1, layers: int = 1, **options: Any) -> Any:
+    """A TransformerConfig; `options` win."""
+    from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+
+    common: dict[str, Any] = {
+        "num_layers": layers,
+        "hidden_size": HIDDEN,
+        "num_attention_heads": HEADS,
+        "tensor_model_parallel_size": tp,
+        "pipeline_model_parallel_size": pp,
+        "pipeline_dtype": torch.float32,
+        "add_bias_linear": True,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "use_cpu_initialization": True,
+        "masked_softmax_fusion": False,
+        "bias_activation_fusion": False,
+        "bias_dropout_fusion": False,
+        "apply_rope_fusion": False,
+        "gradient_accumulation_fusion": False,
+        "persist_layer_norm": False,
+    }
+    if kind == "mla":
+        sizes = {"q_lora_rank": 24, "kv_lora_rank": 16, "qk_head_dim": 6, "qk_pos_emb_head_dim": 4, "v_head_dim": 5}
+        return MLATransformerConfig(**common | sizes | {"rope_type": "rope"} | options)
+    sizes = {"num_query_groups": GROUPS[kind], "kv_channels": HEAD}
+    return TransformerConfig(**common | sizes | options)
+
+
+def model(config: Any, cap: float | None = None, pre: bool = True, post: bool = True, tied: bool = False) -> Any:
+    """A GPTModel with our core attention."""
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.transformer.spec_utils import ModuleSpec
+
+    from megatron_stability.megatron.core_attention import CoreAttention
+
+    mla = config.multi_latent_attention
+    spec = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm and not mla, multi_latent_attention=mla)
+    attention = spec.submodules.self_attention.submodules
+    attention.core_attention = ModuleSpec(module=CoreAttention, params={"cap": cap})
+    return GPTModel(
+        config,
+        spec,
+        vocab_size=VOCAB,
+        max_sequence_length=SEQ,
+        pre_process=pre,
+        post_process=post,
+        position_embedding_type="rope",
+        rotary_percent=0.5,
+        share_embeddings_and_output_weights=tied,
+    )
+
+
+def fill(module: torch.nn.Module, scale: float = 0.6) -> None:
+    """Weights that depend on name and global index alone: tensor-parallel shards are cuts of one whole."""
+    from megatron.core import parallel_state
+
+    rank, world = (
+        parallel_state.get_tensor_model_parallel_rank(),
+        parallel_state.get_tensor_model_parallel_world_size(),
+    )
+    for name, parameter in module.named_parameters():
+        cut = parameter.partition_dim if getattr(parameter, "tensor_model_parallel", False) else None
+        shape = list(parameter.shape)
+        if cut is not None:
+            shape[cut] *= world
+        generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+        whole = torch.randn(shape, generator=generator) * scale
+        if "norm" in name and name.endswith("weight"):
+            whole = 1 + 0.1 * whole
+        part = whole if cut is None else whole.chunk(world, dim=cut)[rank]
+        parameter.data.copy_(part)
+
+
+def batch(rows: int = 2, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens and positions [b, s]."""
+    tokens = torch.randint(0, VOCAB, (rows, SEQ), generator=torch.Generator().manual_seed(seed))
+    return tokens, torch.arange(SEQ).expand(rows, -1)
+
+
+def forward(gpt: Any, rows: int = 2, seed: int = 0) -> Any:
+    """One training forward."""
+    tokens, positions = batch(rows, seed)
+    return gpt(tokens, positions, None, labels=tokens)
+
+
+def wrapped(gpt: Any, optimizer: str, **options: Any) -> tuple[Any, Any]:
+    """Megatron's bf16 or fp32 wrappers and one of its optimizers: fp32, float16, distributed, overlap, muon, dist-muon."""
+    from megatron.core.distributed import DistributedDataParallelConfig
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+    from megatron.core.transformer.module import Float16Module
+    from megatron.training.training import wrap_model_chunks_with_ddp
+
+    bf16 = "fp32" not in optimizer
+    distributed = any(word in optimizer for word in ("distributed", "overlap", "dist-"))
+    overlap = "overlap" in optimizer
+    muon = "muon" in optimizer
+    if bf16:
+        gpt.config.bf16 = True
+        gpt.config.params_dtype = torch.bfloat16
+        gpt = Float16Module(gpt.config, gpt)
+    ddp_config = DistributedDataParallelConfig(
+        use_distributed_optimizer=distributed, overlap_param_gather=overlap, overlap_grad_reduce=overlap
+    )
+    (ddp,) = wrap_model_chunks_with_ddp(
+        [gpt], gpt.config, ddp_config, use_layer_wise_distributed_optimizer=muon and distributed
+    )
+    settings = {
+        "optimizer": "muon" if muon else "adam",
+        "lr": 0.0,
+        "weight_decay": 0.0,
+        "bf16": bf16,
+        "params_dtype": torch.bfloat16 if bf16 else torch.float32,
+        "use_distributed_optimizer": distributed and not muon,
+        "overlap_param_gather": overlap,
+        "clip_grad": 1.0,
+    }
+    if muon and distributed:
+        settings["use_layer_wise_distributed_optimizer"] = True
+    return ddp, get_megatron_optimizer(OptimizerConfig(**settings | options), [ddp])
+
+
+def hook(chunks: list[Any], optimizer: Any = None, **qk_clip: Any) -> Any:
+    """The AttentionHook of a rank, ready for the first step."""
+    from megatron_stability.megatron.qk_clip import AttentionHook
+
+    tree = {"qk_clip": {"enabled": True} | qk_clip, "observe": {"attention": {"every": 1}}}
+    made = AttentionHook(StabilityConfig.model_validate(tree), chunks, optimizer, torch.device("cpu"))
+    made.train_begins()
+    return made
+
+
+def gather(context: Context, value: Any) -> list[Any]:
+    """Every rank's value, on every rank."""
+    found: list[Any] = [None] * context.world
+    dist.all_gather_object(found, value, group=context.group)
+    return found

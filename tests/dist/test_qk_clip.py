@@ -1,0 +1,351 @@
+"""QK-clip on Megatron's own modules: what a recomputed forward shows, in every layout, and that no cut changes a bit."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_stability.records import StepRecord
+from tests.dist import attention_models as models
+from tests.dist.pool import Context, Pool
+
+pytestmark = pytest.mark.megatron
+KINDS = ("mha", "gqa", "mqa", "mla")
+
+
+def _record(context: Context, hook: Any, step: int = 1) -> StepRecord:
+    """What the runtime makes of the hook's signals: every rank's, combined."""
+    from megatron_stability.observe.reduction import LocalSignals, Reduction
+
+    local = LocalSignals(
+        step=step,
+        first_sample=0,
+        samples=4,
+        loss_sums_n2=torch.ones(1, 2),
+        grad_norm=1.0,
+        extra=hook.observe(),
+    )
+    record = Reduction(context.group, torch.device("cpu"), hook.signals)(local)
+    return dataclasses.replace(record, signals=dict(record.signals))  # a read-only mapping can't be pickled
+
+
+def _step(context: Context, hook: Any, forwards: Any, updated: bool = True, step: int = 1) -> tuple[StepRecord, Any]:
+    hook.step_begins(step)
+    forwards()
+    record = _record(context, hook, step)
+    return record, hook.update_done(record, updated)
+
+
+def after_a_clip(context: Context, kind: str, tp: int, options: dict[str, Any]) -> tuple[Any, Any]:
+    context.megatron(tp=tp)
+    gpt = models.model(models.config(kind, tp, **options), cap=None)
+    models.fill(gpt)
+    hook = models.hook([gpt], tau=3.0)
+    _, before = _step(context, hook, lambda: models.forward(gpt))
+    _, after = _step(context, hook, lambda: models.forward(gpt), updated=False)
+    return before, after
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("tp", [1, 2, 4])
+def test_every_head_is_at_most_tau_after_a_clip(megatron_ranks: Pool, kind: str, tp: int) -> None:
+    results = megatron_ranks.run(after_a_clip, kind, tp, {}, world=tp)
+    for before, after in results:
+        assert repr(before) == repr(results[0][0])  # NaN is not equal to itself
+        (hot,), (now,), (factor,) = before.max_logit_lh, after.max_logit_lh, before.factor_lh
+        assert len(hot) == models.HEADS
+        assert max(hot) > 3.3
+        for was, new, f in zip(hot, now, factor, strict=True):
+            assert new <= 3.0 * (1 + 1e-3)
+            assert new == pytest.approx(min(was, 3.0), rel=1e-4)
+            assert f == pytest.approx(min(1.0, 3.0 / was))
+        assert all(0 <= entropy <= math.log(models.SEQ) for entropy in before.entropy_lh[0])
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_case_10_qk_norm_on_the_gains_are_clipped(megatron_ranks: Pool, tp: int) -> None:
+    options = {"qk_layernorm": True, "num_query_groups": 2}
+    for before, after in megatron_ranks.run(after_a_clip, "gqa", tp, options, world=tp):
+        worst = max(before.max_logit_lh[0])
+        assert worst > 3.0
+        assert max(after.max_logit_lh[0]) <= 3.0 * (1 + 1e-3)
+        for was, now in zip(before.max_logit_lh[0], after.max_logit_lh[0], strict=True):
+            assert now == pytest.approx(was * 3.0 / worst, rel=1e-4)
+        assert after.max_gain_l[0] < before.max_gain_l[0]
+
+
+def test_case_5_attention_output_gate(megatron_ranks: Pool) -> None:
+    ((before, after),) = megatron_ranks.run(after_a_clip, "gqa", 1, {"attention_output_gate": True}, world=1)
+    assert max(before.max_logit_lh[0]) > 3.3
+    assert max(after.max_logit_lh[0]) <= 3.0 * (1 + 1e-3)
+
+
+def given_maxima(context: Context, kind: str, tp: int, options: dict[str, Any]) -> dict[str, torch.Tensor]:
+    from megatron_stability.megatron.attention_layers import find
+    from megatron_stability.megatron.qk_clip import Clip
+    from megatron_stability.numerics.qk_clip import gamma
+
+    context.megatron(tp=tp)
+    gpt = models.model(models.config(kind, tp, layers=2, **options))
+    models.fill(gpt)
+    s_lh = torch.rand(2, models.HEADS, generator=torch.Generator().manual_seed(5)) * 200 - 20
+    Clip(find([gpt]), None, 30.0, 0.4)(gamma(s_lh, 30.0))
+    return {
+        name: parameter.detach().clone()
+        for name, parameter in gpt.named_parameters()
+        if any(part in name for part in ("linear_qkv.", "linear_q_up", "linear_kv_up", "q_layernorm", "k_layernorm"))
+    }
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [(kind, {}) for kind in KINDS] + [("gqa", {"attention_output_gate": True}), ("gqa", {"qk_layernorm": True})],
+    ids=[*KINDS, "gate", "qk_layernorm"],
+)
+def test_case_1_shards_concatenated_equal_tp_1_bit_for_bit(
+    megatron_ranks: Pool, kind: str, options: dict[str, Any]
+) -> None:
+    (whole,) = megatron_ranks.run(given_maxima, kind, 1, options, world=1)
+    for tp in (2, 4):
+        shards = megatron_ranks.run(given_maxima, kind, tp, options, world=tp)
+        for name, value in whole.items():
+            parts = [shard[name] for shard in shards]
+            if "layernorm" in name:
+                assert all(torch.equal(part, value) for part in parts)
+            else:
+                assert torch.equal(torch.cat(parts), value)
+
+
+def frozen_and_untouched(context: Context) -> dict[str, bool]:
+    """Bit-identity of everything that no rule names, and of a frozen layer."""
+    context.megatron()
+    gpt = models.model(models.config("gqa", layers=2, attention_output_gate=True))
+    models.fill(gpt)
+    gpt.decoder.layers[1].self_attention.linear_qkv.weight.requires_grad = False
+    kept = {name: parameter.detach().clone() for name, parameter in gpt.named_parameters()}
+    _step(context, models.hook([gpt], tau=1.0), lambda: models.forward(gpt))
+    same = {name: torch.equal(parameter, kept[name]) for name, parameter in gpt.named_parameters()}
+    first = gpt.decoder.layers[0].self_attention.linear_qkv
+    was = {"weight": kept["decoder.layers.0.self_attention.linear_qkv.weight"], "bias": first.bias}
+    was["bias"] = kept["decoder.layers.0.self_attention.linear_qkv.bias"]
+    for name in ("weight", "bias"):  # [q 4, gate 4, k, v] heads a group
+        now, before = (x.view(2, 10, models.HEAD, -1) for x in (getattr(first, name).detach(), was[name]))
+        same[f"gate {name}"] = torch.equal(now[:, 4:8], before[:, 4:8])
+        same[f"v {name}"] = torch.equal(now[:, 9:], before[:, 9:])
+        same[f"q {name}"] = torch.equal(now[:, :4], before[:, :4])
+    return same
+
+
+def test_gate_and_value_rows_and_frozen_layers_keep_their_bits(megatron_ranks: Pool) -> None:
+    (same,) = megatron_ranks.run(frozen_and_untouched, world=1)
+    changed = {name for name, equal in same.items() if not equal}
+    qkv = "decoder.layers.0.self_attention.linear_qkv"
+    assert changed == {f"{qkv}.weight", f"{qkv}.bias", "q weight", "q bias"}
+
+
+def skipped(context: Context) -> bool:
+    context.megatron()
+    gpt = models.model(models.config("gqa"))
+    models.fill(gpt)
+    kept = [parameter.detach().clone() for parameter in gpt.parameters()]
+    record, table = _step(context, models.hook([gpt], tau=1.0), lambda: models.forward(gpt), updated=False)
+    assert record.signals["qk_clip/heads"] > 0
+    assert set(table.factor_lh[0]) == {1.0}
+    return all(torch.equal(a, b) for a, b in zip(kept, gpt.parameters(), strict=True))
+
+
+def test_case_6_a_skipped_step_clips_nothing(megatron_ranks: Pool) -> None:
+    assert megatron_ranks.run(skipped, world=1) == [True]
+
+
+def not_finite(context: Context, bad: float) -> tuple[bool, StepRecord]:
+    """Rank 1's data make one head's logits NaN or Inf; rank 0's are hot and finite."""
+    context.megatron()
+    gpt = models.model(models.config("gqa"))
+    models.fill(gpt)
+    kept = [parameter.detach().clone() for parameter in gpt.parameters()]
+    hook = models.hook([gpt], tau=1.0)
+
+    def spoil(module: Any, inputs: Any) -> None:
+        if context.rank == 1:
+            inputs[0][0, 5, 3, 2] = bad
+
+    softmax = gpt.decoder.layers[0].self_attention.core_attention.scale_mask_softmax
+    handle = softmax.register_forward_pre_hook(spoil, prepend=True)
+    record, _ = _step(context, hook, lambda: models.forward(gpt))
+    handle.remove()
+    return all(torch.equal(a, b) for a, b in zip(kept, gpt.parameters(), strict=True)), record
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_case_3_nan_or_inf_in_one_head_writes_nothing_and_is_a_finding(megatron_ranks: Pool, bad: float) -> None:
+    from megatron_stability.detect.config import Early, Switch
+    from megatron_stability.detect.non_finite import NonFinite
+
+    for same, record in megatron_ranks.run(not_finite, bad, world=2):
+        assert same
+        assert record.signals["attention/nonfinite_heads"] == 1
+        verdict = NonFinite(Switch(), Early()).inspect(record)
+        assert verdict is not None
+        assert "attention logit in 1 heads" in verdict.reason
+
+
+def stages(context: Context) -> list[Any]:
+    """PP 2, TP 1: each rank runs its stage; the hottest head is on stage 0. Then all logits negative."""
+    from megatron.core import parallel_state
+
+    context.megatron(pp=2)
+    first = parallel_state.is_pipeline_first_stage()
+    gpt = models.model(models.config("gqa", pp=2, layers=2), pre=first, post=not first)
+    models.fill(gpt, 0.9 if first else 0.3)
+    hook = models.hook([gpt], tau=1e6)
+
+    def forward() -> None:
+        tokens, positions = models.batch()
+        if not first:
+            gpt.set_input_tensor(torch.randn(models.SEQ, 2, models.HIDDEN))
+        gpt(tokens, positions, None, labels=None if first else tokens)
+
+    seen = [_step(context, hook, forward)]
+    core = gpt.decoder.layers[0].self_attention.core_attention
+    core.register_forward_pre_hook(lambda _, inputs: (inputs[0].abs(), -inputs[1].abs(), *inputs[2:]))
+    seen.append(_step(context, hook, forward, step=2))
+    return [(record.signals, table) for record, table in seen]
+
+
+def test_case_7_the_logged_maximum_is_global_and_negative_ones_are_reported_as_they_are(megatron_ranks: Pool) -> None:
+    results = megatron_ranks.run(stages, world=2)
+    assert repr(results[0]) == repr(results[1])
+    (signals, table), (negative, below) = results[0]
+    assert table.layers == ("decoder.layers.0", "decoder.layers.1")
+    assert max(table.max_logit_lh[0]) > max(table.max_logit_lh[1])
+    assert signals["attention/max_logit"] == max(table.max_logit_lh[0])
+    assert negative["attention/max_logit"] == max(max(row) for row in below.max_logit_lh) < 0
+    assert negative["attention/nonpositive_heads"] == 2 * models.HEADS
+
+
+def odd_models(context: Context) -> list[Any]:
+    """An fp32 model without wrappers, with an MTP block, and a layer without self-attention."""
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
+    from megatron.core.transformer.identity_op import IdentityOp
+
+    context.megatron()
+    config = models.config("gqa", layers=3, mtp_num_layers=1)
+    block = get_gpt_decoder_block_spec(config, use_transformer_engine=False)
+    middle = block.layer_specs[1] = copy.copy(block.layer_specs[1])
+    middle.submodules = dataclasses.replace(middle.submodules, self_attention=IdentityOp)
+    gpt = GPTModel(
+        config,
+        block,
+        vocab_size=models.VOCAB,
+        max_sequence_length=models.SEQ,
+        position_embedding_type="rope",
+        mtp_block_spec=get_gpt_mtp_block_spec(config, block.layer_specs[2], use_transformer_engine=False),
+    )
+    models.fill(gpt)
+    from megatron_stability.megatron.attention_layers import find
+
+    return [layer.name for layer in find([gpt])]
+
+
+def test_case_8_fp32_models_mtp_blocks_and_layers_without_attention(megatron_ranks: Pool) -> None:
+    (names,) = megatron_ranks.run(odd_models, world=1)
+    assert names[:2] == ["decoder.layers.0", "decoder.layers.2"]
+    assert len(names) == 3
+    assert names[2].startswith("mtp.")
+
+
+def cooling(context: Context) -> tuple[list[float], int]:
+    import gc
+
+    context.megatron()
+    gpt = models.model(models.config("gqa"))
+    models.fill(gpt)
+    hook = models.hook([gpt], tau=1e6)
+    maxima, counts = [], []
+    core = gpt.decoder.layers[0].self_attention.core_attention
+    handle = core.register_forward_pre_hook(lambda _, inputs: (3 * inputs[0], *inputs[1:]))
+    for step in range(1, 1001):
+        if step == 3:
+            handle.remove()
+        record, _ = _step(context, hook, lambda: models.forward(gpt, rows=1), step=step)
+        maxima.append(record.signals["attention/max_logit"])
+        if step in (10, 1000):
+            gc.collect()
+            counts.append(sum(isinstance(thing, torch.Tensor) for thing in gc.get_objects()))
+    return maxima, counts[1] - counts[0]
+
+
+def test_case_9_the_maximum_is_of_the_step_and_nothing_is_retained(megatron_ranks: Pool) -> None:
+    ((maxima, more_tensors),) = megatron_ranks.run(cooling, world=1, timeout=240)
+    assert maxima[0] == maxima[1] == pytest.approx(3 * maxima[2])
+    assert set(maxima[2:]) == {maxima[2]}
+    assert more_tensors == 0
+
+
+def monitor_only(context: Context, measure: str) -> Any:
+    from megatron_stability.config import StabilityConfig
+    from megatron_stability.megatron.qk_clip import AttentionHook, wanted
+
+    context.megatron()
+    gpt = models.model(models.config("gqa"), cap=2.0)
+    models.fill(gpt)
+    tree = StabilityConfig.model_validate(
+        {"observe": {"attention": {"enabled": True, "every": 1}}, "qk_clip": {"measure": measure}}
+    )
+    assert wanted(tree)
+    hook = AttentionHook(tree, [gpt], None, torch.device("cpu"))
+    hook.train_begins()
+    kept = [parameter.detach().clone() for parameter in gpt.parameters()]
+    record, table = _step(context, hook, lambda: models.forward(gpt, rows=1))
+    assert all(torch.equal(a, b) for a, b in zip(kept, gpt.parameters(), strict=True))
+    if measure == "probe":  # what it saw after the update is in the next step's record
+        assert not record.signals
+        hook.step_begins(2)
+        record = _record(context, hook)
+    assert "qk_clip/heads" not in record.signals
+    assert record.signals["attention/max_logit"] == max(table.max_logit_lh[0])
+    return table
+
+
+def test_case_10_a_monitor_without_clipping_collects_and_sees_through_a_cap(megatron_ranks: Pool) -> None:
+    tables = [megatron_ranks.run(monitor_only, measure, world=1)[0] for measure in ("forward", "probe")]
+    assert max(tables[0].max_logit_lh[0]) > 2.0  # the cap's
+    for forward, probe in zip(tables[0].max_logit_lh[0], tables[1].max_logit_lh[0], strict=True):
+        assert probe == pytest.approx(forward, rel=1e-5)
+    for forward, probe in zip(tables[0].entropy_lh[0], tables[1].entropy_lh[0], strict=True):
+        assert probe == pytest.approx(forward, rel=1e-4)
+
+
+def probed(context: Context, kind: str, tp: int) -> list[float]:
+    """The update itself makes heads hot: twice as large projections, after the forward and before the clip."""
+    context.megatron(tp=tp)
+    gpt = models.model(models.config(kind, tp))
+    models.fill(gpt)
+    hook = models.hook([gpt], tau=3.0, measure="probe")
+    hook.step_begins(1)
+    models.forward(gpt, rows=1)
+    record = _record(context, hook)
+    for name, parameter in gpt.named_parameters():
+        if "linear_qkv" in name or "_up_proj" in name:
+            parameter.data.mul_(2)
+    before = hook.update_done(record, updated=True)
+    hook.step_begins(2)
+    models.forward(gpt, rows=1)
+    after = hook.update_done(_record(context, hook, 2), updated=True)
+    return [max(before.max_logit_lh[0]), max(after.max_logit_lh[0]), min(after.factor_lh[0])]
+
+
+@pytest.mark.parametrize(("kind", "tp"), [("gqa", 1), ("gqa", 4), ("mla", 2)])
+def test_the_probe_sees_the_updated_weights_and_leaves_every_head_at_most_at_tau(
+    megatron_ranks: Pool, kind: str, tp: int
+) -> None:
+    for before, after, _ in megatron_ranks.run(probed, kind, tp, world=tp):
+        assert before > 12.0
+        assert after <= 3.0 * (1 + 1e-3)

@@ -1,0 +1,142 @@
+"""Real pretraining runs on a pool's forked ranks: four templates, and the one job that they all run.
+
+A template has imported one release of Megatron once, stock or patched in memory; a run is `pretrain.main()` with
+`sys.argv`, as under the launcher. A run that must see more (each decision, the state around it, a kill) brings a
+`Probe`, which sits in the runtime as one more sink.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+from megatron_stability.megatron import cpu
+from megatron_stability.records import Decision, StepRecord
+from tests.dist.pool import Context, Pool, torch_only
+from tests.e2e import artifacts
+
+MODEL = (
+    *("--num-layers", "2", "--hidden-size", "64", "--num-attention-heads", "4", "--seq-length", "64"),
+    *("--max-position-embeddings", "64", "--position-embedding-type", "rope", "--normalization", "RMSNorm", "--swiglu"),
+    *("--disable-bias-linear", "--micro-batch-size", "2", "--global-batch-size", "4", "--seed", "1234"),
+    *("--lr", "1e-3", "--min-lr", "1e-4", "--lr-decay-style", "cosine", "--lr-warmup-iters", "2"),
+    *("--mock-data", "--tokenizer-type", "NullTokenizer", "--vocab-size", "127"),
+    *("--make-vocab-size-divisible-by", "64", "--num-workers", "0"),
+    *("--eval-iters", "0", "--eval-interval", "1000", "--log-interval", "1", "--save-interval", "1000"),
+)
+MOE = (
+    *("--num-experts", "4", "--moe-router-topk", "2", "--moe-router-score-function", "sigmoid"),
+    *("--moe-router-enable-expert-bias", "--moe-router-load-balancing-type", "none", "--moe-ffn-hidden-size", "32"),
+)
+TP2 = ("--tensor-model-parallel-size", "2")
+PP2 = ("--pipeline-model-parallel-size", "2")
+VPP2 = (*PP2, "--num-layers", "4", "--num-layers-per-virtual-pipeline-stage", "1")
+SHARDED = ("--use-distributed-optimizer",)  # and DP from what the layout leaves
+
+
+class Probe(Protocol):
+    """A sink on every rank that is told of the runtime first; what it `seen` is the job's result."""
+
+    seen: list[Any]
+
+    def begin(self, runtime: Any) -> None: ...
+
+    def write(self, record: StepRecord, decision: Decision) -> None: ...
+
+
+def _prepare(release: str | None, patched: bool) -> None:
+    torch_only()
+    if release is not None:
+        sys.path.insert(0, release)
+        importlib.invalidate_caches()
+    if patched:
+        from megatron_stability.megatron.patching import in_memory
+
+        in_memory.install()
+    cpu.install()
+    importlib.import_module("torch.utils.tensorboard")
+    importlib.import_module("megatron_stability.megatron.pretrain")
+
+
+def older_release() -> str:
+    """The folder where `ci/env.sh` puts megatron-core 0.18.2 beside the environment's own release."""
+    named = os.environ.get("MEGATRON_CORE_0_18_2")
+    folder = Path(named) if named else Path(sys.prefix) / "megatron-core-0.18.2"
+    if not (folder / "megatron" / "core").is_dir():
+        raise FileNotFoundError(f"{folder} does not hold megatron-core 0.18.2; run `bash ci/env.sh`")
+    return str(folder)
+
+
+def stock() -> None:
+    """Prepare a template with the environment's Megatron, unpatched."""
+    _prepare(None, patched=False)
+
+
+def patched() -> None:
+    """Prepare a template with the environment's Megatron, patched in memory."""
+    _prepare(None, patched=True)
+
+
+def older_stock() -> None:
+    """Prepare a template with megatron-core 0.18.2, unpatched."""
+    _prepare(older_release(), patched=False)
+
+
+def older_patched() -> None:
+    """Prepare a template with megatron-core 0.18.2, patched in memory."""
+    _prepare(older_release(), patched=True)
+
+
+def command_line(flags: tuple[str, ...]) -> tuple[str, ...]:
+    """`flags` after, so winning over, `MODEL` and the CPU backend's; bf16 unless they say fp16."""
+    return (*MODEL, *cpu.FLAGS, *(() if "--fp16" in flags else ("--bf16",)), *flags)
+
+
+def train(context: Context, flags: tuple[str, ...], probe: Probe | None = None) -> tuple[int, list[Any]]:
+    """Train the small model on this rank.
+
+    Args:
+        context: the rank.
+        flags: Megatron's and the plugin's.
+        probe: what looks on, if anything does.
+
+    Returns:
+        The exit code, and what the probe saw.
+    """
+    from megatron_stability.megatron import pretrain, seams
+
+    sys.argv = ["megatron-stability pretrain", *command_line(flags)]
+    provider = pretrain.model_provider if probe is None else partial(_probed_model, probe)
+    try:
+        pretrain.main(model_provider=provider)
+        code = 0
+    except SystemExit as ending:
+        code = int(ending.code or 0)
+    finally:
+        seams.uninstall()
+    return code, [] if probe is None else probe.seen
+
+
+def read_checkpoint(pool: Pool, save: Path, step: int) -> dict[str, Any]:
+    """A checkpoint's state, read on a rank, since its plain entries hold Megatron's classes."""
+    state: dict[str, Any] = artifacts.unpack(pool.run(_read, save, step, world=1, timeout=60)[0])
+    return state
+
+
+def _read(context: Context, save: Path, step: int) -> bytes:
+    return artifacts.pack(artifacts.checkpoint(save, step))
+
+
+def _probed_model(probe: Probe, *args: Any, **kwargs: Any) -> Any:
+    from megatron_stability.megatron import pretrain, seams
+
+    runtime = seams.installed()
+    assert runtime is not None, "a probe looks at the runtime: give a mode other than off"
+    if probe not in runtime.sinks:  # once, however many model chunks are built
+        runtime.sinks.append(probe)
+        probe.begin(runtime)
+    return pretrain.model_provider(*args, **kwargs)

@@ -1,0 +1,44 @@
+"""What the documents tell people to type exists: commands, flags, files, links."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from megatron_stability import cli
+from megatron_stability.config import dest, flag, leaves
+
+ROOT = Path(__file__).parents[2]
+DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+# Flags of the tree that are not leaves.
+OTHER_FLAGS = {"--stability-config"}
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_commands_exist(document: Path) -> None:
+    known = {command.name for command in cli.COMMANDS}
+    named = re.findall(r"(?:^|`|\.)megatron-stability ([a-z][a-z-]*)", document.read_text(), flags=re.MULTILINE)
+    named += re.findall(r"megatron_stability\.cli ([a-z][a-z-]*)", document.read_text())
+    assert set(named) <= known
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_flags_exist(document: Path) -> None:
+    known = {flag(path) for path, _ in leaves()} | OTHER_FLAGS
+    assert set(re.findall(r"--stability-[a-z0-9-]+", document.read_text())) <= known
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_links_and_scripts_exist(document: Path) -> None:
+    text = document.read_text()
+    targets = [link for link in re.findall(r"\]\(([^)#]+)[^)]*\)", text) if "://" not in link]
+    assert [link for link in targets if not (document.parent / link).exists()] == []
+    scripts = re.findall(r"\bbash ((?:ci|examples|benchmarks)/[\w./-]+\.sh)", text)
+    assert [script for script in scripts if not (ROOT / script).exists()] == []
+
+
+def test_flag_names_are_unique() -> None:
+    paths = [path for path, _ in leaves()]
+    assert len({dest(path) for path in paths}) == len(paths)
