@@ -1,6 +1,6 @@
 """One pass over a tensor against separate passes (amax, saturation, underflow, SNR), time and memory.
 
-usage: python benchmarks/fp8_stats.py [--values 100000000] [--repeat 3]
+usage: PYTHONPATH=. python benchmarks/fp8_stats.py [--values 100000000] [--repeat 3]
 On a GPU the kernel's share of the memory bandwidth is printed as well, against a plain device-to-device copy.
 """
 

@@ -66,6 +66,7 @@ class Runtime:
         self._reduction: Reduction | None = None
         self._forward_state: optimizer_state.ForwardState | None = None
         self._weight_hooks: list[weight_hooks.WeightHook] = []
+        self._hook_states: dict[str, Any] = {}  # from the checkpoint, until the hooks are there
         self._scales = {action: Scale() for action in SCALED}
         self._scaled_groups = optimizer_state.ScaledGroups()
         self._log_z: LogZHook | None = None
@@ -126,7 +127,11 @@ class Runtime:
         """The complaint, if this rank has a layer that can't be hooked, is for every rank to raise."""
         model = self.config.model
         try:
-            self._weight_hooks = weight_hooks.build(self.config, self.model, self.optimizer, device)
+            self._weight_hooks = weight_hooks.build(
+                self.config, self.model, self.optimizer, device, self.ledger_folder(), self._args
+            )
+            for hook in self._stateful_hooks() if self._args.iteration > 0 else ():
+                hook.load_state_dict(self._hook_states.get(hook.checkpoint_key))
             if model.changes_loss:
                 speaks = parallel_state.get_tensor_model_parallel_rank() == 0
                 self._log_z = LogZHook(self.head_loss, model.z_loss, speaks)
@@ -253,7 +258,9 @@ class Runtime:
     def add_checkpoint_state(self, state_dict: dict[str, Any]) -> None:
         """One JSON string: equal on all ranks, and nothing that a weights_only load refuses."""
         scales = {action.value: scale.state_dict() for action, scale in self._scales.items()}
-        state_dict[STATE_KEY] = json.dumps(self._pipeline.state_dict() | {"scales": scales}, allow_nan=False)
+        hooks = {hook.checkpoint_key: hook.state_dict() for hook in self._stateful_hooks()}
+        state = self._pipeline.state_dict() | {"scales": scales, "hooks": hooks}
+        state_dict[STATE_KEY] = json.dumps(state, allow_nan=False)
         if self._ledger is not None:
             self._ledger.flush()
 
@@ -265,8 +272,12 @@ class Runtime:
         else:
             saved = json.loads(state)
             self._pipeline.load_state_dict(saved)
+            self._hook_states = saved.get("hooks", {})
             for action, scale in self._scales.items():
                 scale.load_state_dict(saved["scales"][action.value])
+
+    def _stateful_hooks(self) -> list[weight_hooks.StatefulHook]:
+        return [hook for hook in self._weight_hooks if isinstance(hook, weight_hooks.StatefulHook)]
 
     # --- inside -----------------------------------------------------------------------------------------------
 

@@ -17,11 +17,13 @@ Where TE's kernels and its own Python references differ, the kernels are followe
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
 
-from megatron_stability.numerics.fp8_formats import Fp8Format, Quantized, amax, saturating_round
+from megatron_stability.numerics.fp8_formats import E4M3, E5M2, Fp8Format, Quantized, amax, saturating_round
+from megatron_stability.numerics.fp8_stats import tensor_stats
 
 FLOAT32_MAX = torch.finfo(torch.float32).max
 TILE, MX_BLOCK = 128, 32  # elements a scale covers: Float8BlockScaling, MXFP8
@@ -217,3 +219,87 @@ def _cut(padded: Quantized, rows: int, columns: int) -> Quantized:
     values = padded.values.view(whole)[:rows, :columns].contiguous()
     scale_inv = padded.scale_inv.expand(view).reshape(whole)[:rows, :columns].contiguous()
     return Quantized(values, scale_inv, padded.dtype)
+
+
+# --- a recipe as a whole ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """What decides how a linear layer's operands are quantized.
+
+    Attributes:
+        name: the scale rule.
+        forward: format of inputs and weights.
+        backward: format of gradients.
+        margin: delayed: the scale is divided by 2^margin.
+        history: delayed: rows of the amax history.
+        algorithm: delayed: which amax of the history counts.
+        power_of_two: block: scales are powers of two.
+    """
+
+    name: Literal["delayed", "current", "block", "mxfp8"]
+    forward: Fp8Format = E4M3
+    backward: Fp8Format = E5M2
+    margin: int = 0
+    history: int = 1
+    algorithm: Literal["max", "most_recent"] = "most_recent"
+    power_of_two: bool = True
+
+    def quantize(
+        self, x: torch.Tensor, fmt: Fp8Format, scale: torch.Tensor, *, weight: bool, transposed: bool
+    ) -> torch.Tensor:
+        """An operand as the GEMM sees it.
+
+        Args:
+            x: [R, C] float.
+            fmt: its format.
+            scale: one float32; read by delayed scaling only.
+            weight: block: 128x128 tiles in place of 1x128.
+            transposed: the GEMM sums over R, not C. TE then quantizes blocks along R, from the unquantized values.
+
+        Returns:
+            [R, C] float32, dequantized.
+        """
+        if self.name == "delayed":
+            return quantize(x, scale, fmt).dequantize()
+        if self.name == "current":
+            return quantize_current(x, fmt).dequantize()
+        if self.name == "block" and weight:
+            return quantize_tiles(x, fmt, tile=(TILE, TILE), power_of_two=self.power_of_two).dequantize()
+        lines = x.t() if transposed else x
+        if self.name == "block":
+            values = quantize_tiles(lines, fmt, power_of_two=self.power_of_two).dequantize()
+        else:
+            values = quantize_mxfp8(lines, fmt).dequantize()
+        return values.t() if transposed else values
+
+    def stats(self, x: torch.Tensor, fmt: Fp8Format, scale: torch.Tensor, *, weight: bool) -> torch.Tensor:
+        """Statistics of `quantize` (not transposed), one pass.
+
+        Args:
+            x: [R, C] float.
+            fmt: its format.
+            scale: one float32; read by delayed scaling only.
+            weight: as for `quantize`.
+
+        Returns:
+            [len(fp8_stats.COLUMNS)] float64.
+        """
+        limit = torch.finfo(x.dtype).max
+        if self.name == "delayed":
+            return tensor_stats(x, scale, fmt)
+        if self.name == "current":
+            return tensor_stats(x, current_scale(amax(x), fmt, value_for_inf=limit), fmt)
+        tile = (1, MX_BLOCK) if self.name == "mxfp8" else (TILE, TILE) if weight else (1, TILE)
+        padded = _padded(x, *tile)
+        shape = (padded.shape[0] // tile[0], tile[0], padded.shape[1] // tile[1], tile[1])
+        rows = padded.view(shape).transpose(1, 2).reshape(-1, tile[0] * tile[1])
+        largest = amax(rows, 1)
+        if self.name == "mxfp8":
+            scales = _power(_E8M0_BIAS - e8m0(largest * _reciprocal_max(fmt)))
+        else:
+            scales = current_scale(largest, fmt, power_of_two=self.power_of_two, value_for_inf=limit)
+        vector = tensor_stats(rows, scales, fmt)
+        vector[0] = x.numel()  # padding is zeros: it enters no other column
+        return vector

@@ -1,0 +1,97 @@
+"""FP8 telemetry, one vocabulary for emulation and Transformer Engine: sites, what is known of each, and the signals.
+
+A site is one tensor of one linear layer. Tier 1 (every step, no synchronisation) has its amax and scale; tier 2
+(sampled) counts what quantization did (`numerics/fp8_stats.py`). Ranks of one pipeline stage have the same sites in the
+same order, so their tables are combined column by column; other stages have other layers and are never mixed in.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+
+import torch
+
+from megatron_stability.observe.reduction import Combine
+from megatron_stability.records import encode_float
+from megatron_stability.sites import Site
+
+_WARM = 8  # accepted steps before an amax has a history to be compared with
+
+#: How each signal is combined over ranks. `<signal>/at` is the site (`Site.code`) where the largest value was.
+_WORST = ("fp8/amax_rise", "fp8/amax_fall", "fp8/scale_age", "fp8/saturation", "fp8/underflow")
+SIGNALS: Mapping[str, Combine] = MappingProxyType(
+    dict.fromkeys(_WORST, "max")
+    | {f"{name}/at": f"at {name}" for name in _WORST}
+    | {"fp8/gemms": "sum", "fp8/fallbacks": "sum"}
+)
+
+
+def worst(name: str, values: torch.Tensor, codes: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The largest value of a signal and where it is, without a synchronisation; NaN where no value is known.
+
+    Args:
+        name: of the signal.
+        values: [n] float64, NaN where unknown.
+        codes: [n] float64, `Site.code` of each.
+    """
+    if values.numel() == 0:
+        nothing = torch.tensor(math.nan, dtype=torch.float64)
+        return {name: nothing, f"{name}/at": nothing}
+    known = ~values.isnan()
+    place = torch.where(known, values, -math.inf).argmax()
+    return {name: torch.where(known.any(), values[place], math.nan), f"{name}/at": codes[place]}
+
+
+class AmaxHistory:
+    """How each amax compares with its own past, and how long each scale has stood still. [n] tensors, on the device.
+
+    The past is a moving average of log2(amax) over accepted steps, of the last 20 or so.
+    """
+
+    def __init__(self, sites: int, device: torch.device) -> None:
+        """Nothing is known of any site."""
+        self._mean = torch.zeros(sites, dtype=torch.float64, device=device)
+        self._steps = torch.zeros(sites, dtype=torch.float64, device=device)
+        self._age = torch.zeros(sites, dtype=torch.float64, device=device)
+        self._last = torch.full((2, sites), math.nan, dtype=torch.float64, device=device)
+
+    def rise(self, amax: torch.Tensor) -> torch.Tensor:
+        """[n] amax over its past; NaN while there is no past, or no amax (a silent expert)."""
+        ratio = torch.exp2(amax.double().log2() - self._mean)
+        return torch.where((self._steps >= _WARM) & (amax > 0), ratio, math.nan)
+
+    def age(self, amax: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        """[n] steps for which the scale has stood still while its amax moved, this one included."""
+        still = (scale == self._last[1]) & (amax != self._last[0])
+        moved = scale != self._last[1]
+        return torch.where(still, self._age + 1, torch.where(moved, 0.0, self._age))
+
+    def learn(self, amax: torch.Tensor, scale: torch.Tensor) -> None:
+        """Take an accepted step into the past."""
+        self._age = self.age(amax, scale)
+        self._last = torch.stack([amax.double(), scale.double()])
+        usable = (amax > 0) & amax.isfinite()
+        weight = torch.where(self._steps > 0, 0.1, 1.0)
+        mean = self._mean + weight * (amax.double().log2() - self._mean)
+        self._mean = torch.where(usable, mean, self._mean)
+        self._steps += usable
+
+
+def table(
+    sites: Sequence[Site], amax: Sequence[float], scale: Sequence[float], stats: Sequence[Mapping[str, float]]
+) -> list[dict[str, object]]:
+    """Rows for the log, in full precision; NaN and infinities as strings, as everywhere in the records.
+
+    Args:
+        sites: of one pipeline stage.
+        amax: of each, largest over the stage's ranks.
+        scale: of each; NaN where a tensor has many.
+        stats: of each, saturation, underflow (shares) and snr_db.
+    """
+    return [
+        {"layer": site.layer, "module": site.module, "tensor": site.tensor, "expert": site.expert}
+        | {name: encode_float(value) for name, value in {"amax": a, "scale": s, **more}.items()}
+        for site, a, s, more in zip(sites, amax, scale, stats, strict=True)
+    ]
