@@ -32,6 +32,8 @@ COMMANDS = (
     Command("patch", "megatron_stability.megatron.patching.command", "run", "open the seams in an installed Megatron"),
     Command("prepare-data", "megatron_stability.megatron.prepare_data", "run", "make Megatron's data files from text"),
     Command("report", "megatron_stability.record.report", "run", "write the HTML report of a run"),
+    Command("compare", "megatron_stability.compare.command", "run", "an FP8 run against its BF16 control, with a gate"),
+    Command("doctor", "megatron_stability.doctor", "run", "what is installed, and whether FP8 can be active"),
     Command("quickstart", "megatron_stability.megatron.quickstart", "run", "train a small GPT with and without it"),
 )
 

@@ -207,8 +207,10 @@ class Fp8Hook:
         samples = torch.cat([state.samples for state in self.states if state.samples is not None])
         group = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
         row = torch.cat([samples, amax.double()[:, None], scale.double()[:, None]], 1).contiguous()
-        rows = torch.empty(dist.get_world_size(group), *row.shape, dtype=row.dtype, device=row.device)
-        dist.all_gather_into_tensor(rows, row, group=group)
+        world = dist.get_world_size(group)
+        flat = torch.empty(world * row.shape[0], row.shape[1], dtype=row.dtype, device=row.device)
+        dist.all_gather_into_tensor(flat, row, group=group)
+        rows = flat.view(world, *row.shape)
         columns = len(fp8_stats.COLUMNS)
         combined = fp8_stats.combine(rows[..., :columns].transpose(0, 1))
         stats = [fp8_stats.read(vector) for vector in combined.cpu()]
@@ -330,7 +332,7 @@ def _gather_json(own: dict[str, Any], group: Any, device: torch.device) -> list[
     longest = int(lengths.max())
     padded = torch.zeros(longest, dtype=torch.uint8, device=device)
     padded[: data.numel()] = data
-    rows = torch.empty(world, longest, dtype=torch.uint8, device=device)
+    rows = torch.empty(world * longest, dtype=torch.uint8, device=device)
     dist.all_gather_into_tensor(rows, padded, group=group)
-    lines = zip(rows.cpu(), lengths.tolist(), strict=True)
+    lines = zip(rows.view(world, longest).cpu(), lengths.tolist(), strict=True)
     return [json.loads(bytes(row[:length].tolist()).decode()) for row, length in lines]

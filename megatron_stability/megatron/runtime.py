@@ -41,6 +41,11 @@ from megatron_stability.records import Action, Decision, StepRecord
 STATE_KEY = "megatron_stability"
 SCALED = {Action.SCALE_LR: "lr", Action.SCALE_WEIGHT_DECAY: "weight_decay"}
 _NO_LOSSES = torch.zeros(0, 2)
+# What two runs must share to have seen the same samples in the same order.
+_DATA = (
+    *("seed", "data_path", "train_data_path", "data_args_path", "mock_data", "split", "seq_length"),
+    *("global_batch_size", "rampup_batch_size", "tokenizer_type", "tokenizer_model", "padded_vocab_size"),
+)
 
 
 class Runtime:
@@ -333,7 +338,8 @@ class Runtime:
         names = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "data_parallel_size")
         layout = {name: int(getattr(args, name)) for name in names} | {"world_size": int(args.world_size)}
         versions = {"megatron_stability": megatron_stability.__version__, "torch": torch.__version__}
-        return RunInfo(mode=self.config.mode, versions=versions | install_digest.versions(), layout=layout)
+        data = {name: str(getattr(args, name, None)) for name in _DATA}
+        return RunInfo(mode=self.config.mode, versions=versions | install_digest.versions(), layout=layout, data=data)
 
 
 def _on_gpu() -> bool:
