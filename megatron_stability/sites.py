@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 TENSORS = ("input", "weight", "grad_output")
@@ -44,3 +45,18 @@ class Site:
         rest, place = divmod(int(code), 64)
         layer, expert = divmod(rest, 4096)
         return cls(layer, MODULES[place // len(TENSORS)], TENSORS[place % len(TENSORS)], expert - 2)
+
+    @classmethod
+    def of(cls, name: str, layer_numbers: Mapping[str, int]) -> Site:
+        """The site of a linear's input.
+
+        Args:
+            name: the linear's qualified name in its model chunk.
+            layer_numbers: 1-based number of each transformer layer in the whole model, by the layer's qualified name.
+        """
+        parts = name.split(".")
+        prefixes = (".".join(parts[:n]) for n in range(len(parts), 0, -1))
+        layer = next((layer_numbers[prefix] for prefix in prefixes if prefix in layer_numbers), 0)
+        expert = int(parts[parts.index("local_experts") + 1]) if "local_experts" in parts else -1
+        expert = -2 if "shared_experts" in parts else expert
+        return cls(layer, parts[-1] if parts[-1] in MODULES else "other", TENSORS[0], expert)

@@ -29,7 +29,7 @@ from megatron_stability.numerics.fp8_recipes import Recipe, delayed_update
 from megatron_stability.observe.fp8 import SIGNALS, AmaxHistory, table, worst
 from megatron_stability.observe.reduction import Combine
 from megatron_stability.records import StepRecord
-from megatron_stability.sites import MODULES, TENSORS, Site
+from megatron_stability.sites import TENSORS, Site
 
 KEY = "fp8"  # in the runtime's checkpoint state
 FORWARD, BACKWARD = slice(0, GRAD), slice(GRAD, 3)
@@ -45,16 +45,8 @@ def states(model: Sequence[Any]) -> list[tuple[Site, State]]:
         }
         for name, module in chunk.named_modules():
             if isinstance(module, Fp8ColumnParallelLinear | Fp8RowParallelLinear) and module.fp8 is not None:
-                found.append((_site(name, numbers), module.fp8))
+                found.append((Site.of(name, numbers), module.fp8))
     return found
-
-
-def _site(name: str, numbers: Mapping[str, int]) -> Site:
-    parts = name.split(".")
-    layer = next(numbers[p] for n in range(len(parts), 0, -1) if (p := ".".join(parts[:n])) in numbers)
-    expert = int(parts[parts.index("local_experts") + 1]) if "local_experts" in parts else -1
-    expert = -2 if "shared_experts" in parts else expert
-    return Site(layer, parts[-1] if parts[-1] in MODULES else "other", TENSORS[0], expert)
 
 
 class Fp8Hook:

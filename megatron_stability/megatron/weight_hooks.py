@@ -75,6 +75,10 @@ def build(
         hooks.append(EmbeddingClipHook(config.model.embedding_norm_clip, model, optimizer))
     if config.fp8.emulate != "none":
         hooks.append(Fp8Hook(config.fp8, model, device, folder, args))
+    if getattr(args, "fp8", None) and args.transformer_impl == "transformer_engine":
+        from megatron_stability.transformer_engine.hook import TransformerEngineHook
+
+        hooks.append(TransformerEngineHook(model, device, args.fp8_margin))
     return hooks
 
 
