@@ -74,3 +74,22 @@ def test_only_modules_in_fp8_count_as_fp8() -> None:
     model[1].fp8 = False
     assert [name for name, _ in adapter.fp8_modules(model)] == ["0"]
     assert adapter.gemm_modules(model) == ["0", "1"]
+
+
+def test_the_hook_counts_gemms_and_reports_a_rise() -> None:
+    from megatron_stability.sites import Site
+    from megatron_stability.transformer_engine.hook import TransformerEngineHook
+
+    layer = torch.nn.Module()
+    layer.layer_number, layer.linear_fc1, layer.linear_fc2 = 5, FakeLinear(4), FakeLinear(4)
+    layer.linear_fc2.fp8 = False
+    hook = TransformerEngineHook([layer], torch.device("cpu"))
+    forward = layer.linear_fc1.fp8_meta["scaling_fwd"]
+    for amax in [2.0] * 8 + [200.0]:
+        forward.amax_history[0] = torch.tensor([amax, 1.0, 0.0])
+        quantization._amax_and_scale_update(forward.amax_history, forward.scale, 448.0, layer.linear_fc1.recipe)
+        signals = {name: float(value) for name, value in hook.observe().items()}
+        hook.update_done(None, amax == 2.0)
+    assert (signals["fp8/gemms"], signals["fp8/fallbacks"]) == (2.0, 1.0)
+    assert signals["fp8/amax_rise"] == pytest.approx(100.0)
+    assert Site.decode(signals["fp8/amax_rise/at"]) == Site(5, "linear_fc1", "input")
