@@ -11,8 +11,10 @@ MODULES = (
     *("linear_q_up_proj", "linear_kv_down_proj", "linear_kv_up_proj", "eh_proj", "other"),
 )
 
+_BACKWARD = 2.0**40  # beyond twice every forward order
 
-@dataclass(frozen=True, order=True)
+
+@dataclass(frozen=True)
 class Site:
     """One tensor of one linear layer.
 
@@ -34,15 +36,19 @@ class Site:
         return f"layer {self.layer}{expert} {self.module} {self.tensor}"
 
     @property
-    def code(self) -> float:
-        """The site as a number that travels with a signal (exact in float64); `decode` is the inverse."""
+    def order(self) -> float:
+        """The site as a number that travels with a signal, exact in float64; `at` is the inverse.
+
+        Smaller is earlier in a step: inputs and weights layer by layer, then gradients from the last layer back.
+        """
         place = MODULES.index(self.module) * len(TENSORS) + TENSORS.index(self.tensor)
-        return float((self.layer * 4096 + self.expert + 2) * 64 + place)
+        forward = float((self.layer * 4096 + self.expert + 2) * 64 + place)
+        return forward if self.tensor != "grad_output" else _BACKWARD - forward
 
     @classmethod
-    def decode(cls, code: float) -> Site:
-        """The inverse of `code`."""
-        rest, place = divmod(int(code), 64)
+    def at(cls, order: float) -> Site:
+        """The inverse of `order`."""
+        rest, place = divmod(int(order if order < _BACKWARD / 2 else _BACKWARD - order), 64)
         layer, expert = divmod(rest, 4096)
         return cls(layer, MODULES[place // len(TENSORS)], TENSORS[place % len(TENSORS)], expert - 2)
 

@@ -135,7 +135,7 @@ class Fp8Limit(Limit):
         at = record.signals.get(f"{self.requires[0]}/at")
         if verdict is None or at is None:
             return verdict
-        return replace(verdict, reason=f"{verdict.reason}: {Site.decode(at)}")
+        return replace(verdict, reason=f"{verdict.reason}: {Site.at(at)}")
 
 
 class Fp8AmaxRise(Fp8Limit):

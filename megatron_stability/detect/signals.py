@@ -35,7 +35,7 @@ SIGNALS: Mapping[str, str] = MappingProxyType(
         "fp8/amax_fall": "largest past mean of an amax over the amax",
         "fp8/gemms": "linear layers run in the step, over all ranks",
         "fp8/fallbacks": "of them, not quantized",
-        "fp8/<signal>/at": "site of the largest value, `observe.fp8.Site.code`",
+        "fp8/<signal>/at": "site where it began, `sites.Site.order`; absent where none is beyond",
         "moe/max_load": "largest tokens of an expert over the mean of its layer's experts",
         "moe/dropped": "share of token-expert assignments dropped, worst layer",
         "moe/router_z": "mean logsumexp² of the router logits, worst layer",

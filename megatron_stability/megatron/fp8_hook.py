@@ -70,7 +70,7 @@ class Fp8Hook:
         self._fp8, self._folder, self._args, self._device = fp8, folder, args, device
         self.states = [state for _, state in found]
         self.sites = [Site(site.layer, site.module, tensor, site.expert) for site, _ in found for tensor in TENSORS]
-        self._codes = torch.tensor([site.code for site in self.sites], dtype=torch.float64, device=device)
+        self._orders = torch.tensor([site.order for site in self.sites], dtype=torch.float64, device=device)
         self.recipe: Recipe = self.states[0].recipe
         n = len(self.states)
         self.scale = torch.ones(n, 3, device=device)
@@ -149,9 +149,9 @@ class Fp8Hook:
         """Collective on sampled steps, over the pipeline stage: worst sites of this rank."""
         amax, scale = self.step_amax.view(-1), self._scales().view(-1)
         rise = self._amax_past.rise(amax)
-        signals = worst("fp8/amax_rise", rise, self._codes) | worst("fp8/amax_fall", rise.reciprocal(), self._codes)
+        signals = worst("fp8/amax_rise", rise, self._orders) | worst("fp8/amax_fall", rise.reciprocal(), self._orders)
         if self.recipe.name == "delayed":
-            signals |= worst("fp8/scale_age", self._amax_past.age(amax, scale), self._codes)
+            signals |= worst("fp8/scale_age", self._amax_past.age(amax, scale), self._orders)
         runs = sum(state.runs for state in self.states)
         quantized = runs - sum(state.fallbacks for state in self.states)
         share = len(self.states) / max(1, self._all_linears)
@@ -210,8 +210,8 @@ class Fp8Hook:
             self._write(stats, rows[..., columns].amax(0).tolist(), rows[..., columns + 1].amin(0).tolist())
         saturation = torch.tensor([each.saturation for each in stats], dtype=torch.float64)
         underflow = torch.tensor([each.underflow for each in stats], dtype=torch.float64)
-        codes = self._codes.cpu()
-        return worst("fp8/saturation", saturation, codes) | worst("fp8/underflow", underflow, codes)
+        orders = self._orders.cpu()
+        return worst("fp8/saturation", saturation, orders) | worst("fp8/underflow", underflow, orders)
 
     def _write(self, stats: Sequence[fp8_stats.TensorStats], amax: list[float], scale: list[float]) -> None:
         shares = [

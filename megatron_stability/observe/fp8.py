@@ -19,29 +19,42 @@ from megatron_stability.sites import Site
 
 _WARM = 8  # accepted steps before an amax has a history to be compared with
 
-#: How each signal is combined over ranks. `<signal>/at` is the site (`Site.code`) where the largest value was.
-_WORST = ("fp8/amax_rise", "fp8/amax_fall", "fp8/scale_age", "fp8/saturation", "fp8/underflow")
+#: From where on a signal's value is worth a place; the detectors' mildest defaults.
+BEYOND = {
+    "fp8/amax_rise": 16.0,
+    "fp8/amax_fall": 256.0,
+    "fp8/scale_age": 1000.0,
+    "fp8/saturation": 1e-3,
+    "fp8/underflow": 0.1,
+}
+#: How each signal is combined over ranks. `<signal>/at` is where it began, see `Site.order`.
 SIGNALS: Mapping[str, Combine] = MappingProxyType(
-    dict.fromkeys(_WORST, "max")
-    | {f"{name}/at": f"at {name}" for name in _WORST}
+    dict.fromkeys(BEYOND, "max")
+    | {f"{name}/at": "min" for name in BEYOND}
     | {"fp8/gemms": "sum", "fp8/fallbacks": "sum"}
 )
 
 
-def worst(name: str, values: torch.Tensor, codes: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The largest value of a signal and where it is, without a synchronisation; NaN where no value is known.
+def worst(name: str, values: torch.Tensor, orders: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The largest value of a signal and where it began, without a synchronisation; NaN where nothing is known.
+
+    An outlier grows downstream, so the largest value is rarely where it came from: the place is the first site, in the
+    order in which a step computes, whose value is beyond `BEYOND`; NaN where none is.
 
     Args:
         name: of the signal.
-        values: [n] float64, NaN where unknown.
-        codes: [n] float64, `Site.code` of each.
+        values: [n], NaN where unknown.
+        orders: [n] float64, `Site.order` of each.
     """
+    nothing = torch.tensor(math.nan, dtype=torch.float64, device=orders.device)
     if values.numel() == 0:
-        nothing = torch.tensor(math.nan, dtype=torch.float64)
         return {name: nothing, f"{name}/at": nothing}
-    known = ~values.isnan()
-    place = torch.where(known, values, -math.inf).argmax()
-    return {name: torch.where(known.any(), values[place], math.nan), f"{name}/at": codes[place]}
+    largest = torch.where(values.isnan(), -math.inf, values.double()).amax()
+    first = torch.where(values >= BEYOND[name], orders, math.inf).amin()
+    return {
+        name: torch.where(largest.isneginf(), nothing, largest),
+        f"{name}/at": torch.where(first.isinf(), nothing, first),
+    }
 
 
 class AmaxHistory:

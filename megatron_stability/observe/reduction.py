@@ -35,8 +35,7 @@ COLUMNS = (
 _AT = {name: i for i, name in enumerate(COLUMNS)}
 
 #: How a signal of `LocalSignals.extra` is combined over the ranks that have one; NaN says that a rank has none.
-#: "at NAME": the value of the first rank whose NAME is the largest, so that a maximum can say where it was.
-Combine = Literal["max", "min", "sum"] | str
+Combine = Literal["max", "min", "sum"]
 _NOTHING_EXTRA: Mapping[str, torch.Tensor | float] = MappingProxyType({})
 
 
@@ -142,15 +141,9 @@ def combine(rows: Sequence[Sequence[float]], extra: Mapping[str, Combine] = Mapp
 
 def _signals(rows: Sequence[Sequence[float]], extra: Mapping[str, Combine]) -> Mapping[str, float]:
     signals = {}
-    ways: Mapping[str, Callable[[list[float]], float]] = {"max": max, "min": min, "sum": math.fsum}
+    ways: Mapping[Combine, Callable[[list[float]], float]] = {"max": max, "min": min, "sum": math.fsum}
     for at, (name, how) in enumerate(extra.items(), len(COLUMNS)):
         values = [row[at] for row in rows if not math.isnan(row[at])]
-        if how.startswith("at "):
-            of = len(COLUMNS) + list(extra).index(how.removeprefix("at "))
-            values = (
-                [max(present, key=lambda row: row[of])[at]] if (present := [r for r in rows if r[of] == r[of]]) else []
-            )
-            how = "max"
         if values:
             signals[name] = ways[how](values)
     return MappingProxyType(signals)

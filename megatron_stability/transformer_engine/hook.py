@@ -56,15 +56,15 @@ class TransformerEngineHook:
         if not states:
             return signals
         amax, scale = torch.stack([s.amax for s in states]), torch.stack([s.scale for s in states])
-        codes = torch.tensor([site.code for site in sites], dtype=torch.float64, device=amax.device)
+        orders = torch.tensor([site.order for site in sites], dtype=torch.float64, device=amax.device)
         self._past = self._past or AmaxHistory(len(states), amax.device)
         self._seen = amax.clone(), scale.clone()
         rise = self._past.rise(amax)
         return (
             signals
-            | worst("fp8/amax_rise", rise, codes)
-            | worst("fp8/amax_fall", rise.reciprocal(), codes)
-            | worst("fp8/scale_age", self._past.age(amax, scale), codes)
+            | worst("fp8/amax_rise", rise, orders)
+            | worst("fp8/amax_fall", rise.reciprocal(), orders)
+            | worst("fp8/scale_age", self._past.age(amax, scale), orders)
         )
 
     def update_done(self, record: StepRecord, updated: bool) -> None:

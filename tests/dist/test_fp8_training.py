@@ -51,12 +51,12 @@ def telemetry(context: Context, folder: str, recipe: str, weights: Any) -> Any:
 
 @pytest.mark.parametrize("recipe", ["delayed", "current"])
 def test_telemetry_at_tp_1_and_2_agrees(megatron_ranks: Pool, tmp_path: Any, recipe: str) -> None:
-    """In the first step, from equal weights: weights to the bit, the rest within the rounding of BF16 sums."""
+    """First step, equal weights: weights to the bit, the rest within BF16 sums, and shards' own scales for current."""
     ((weights, whole, one),) = megatron_ranks.run(telemetry, str(tmp_path), recipe, None, world=1, timeout=200)
     first, second = megatron_ranks.run(telemetry, str(tmp_path), recipe, weights, world=2, timeout=200)
     for site, amax in whole.items():
         largest = max(first[1][site], second[1][site])
-        assert largest == (amax if site.endswith("weight") else pytest.approx(amax, rel=0.03)), site
+        assert largest == (amax if site.endswith("weight") else pytest.approx(amax, rel=0.03 if recipe == "delayed" else 0.1)), site
     for name in ("fp8/saturation", "fp8/underflow"):
         assert first[2][name] == second[2][name], "combined over the stage, equal on its ranks"
         assert first[2][name] == pytest.approx(one[name], rel=0.1, abs=1e-3), name
@@ -80,15 +80,15 @@ def test_an_activation_outlier_and_a_shrunken_gradient_are_seen_in_their_step(me
     ((calm, rise, again, fall),) = megatron_ranks.run(outliers, str(tmp_path), world=1, timeout=300)
     assert calm["fp8/amax_rise"] < 16
     assert calm["fp8/amax_fall"] < 256
-    assert 50 < rise["fp8/amax_rise"] < 200
-    assert Site.decode(rise["fp8/amax_rise/at"]) == Site(3, "linear_fc1", "input")
+    assert rise["fp8/amax_rise"] > 50
+    assert Site.at(rise["fp8/amax_rise/at"]) == Site(3, "linear_fc1", "input")
     assert rise["fp8/saturation"] > 0.1
-    assert Site.decode(rise["fp8/saturation/at"]) == Site(3, "linear_fc1", "input")
+    assert Site.at(rise["fp8/saturation/at"]) == Site(3, "linear_fc1", "input")
     assert again["fp8/amax_rise"] < 16, "a withheld step leaves no trace"
     assert 3e3 < fall["fp8/amax_fall"] < 1e5
-    assert Site.decode(fall["fp8/amax_fall/at"]).tensor == "grad_output"
+    assert Site.at(fall["fp8/amax_fall/at"]).tensor == "grad_output"
     assert fall["fp8/underflow"] > 5 * calm["fp8/underflow"]
-    assert Site.decode(fall["fp8/underflow/at"]).tensor == "grad_output"
+    assert Site.at(fall["fp8/underflow/at"]).tensor == "grad_output"
 
 
 def resumed(context: Context, folder: str) -> Any:

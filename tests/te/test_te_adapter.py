@@ -92,4 +92,4 @@ def test_the_hook_counts_gemms_and_reports_a_rise() -> None:
         hook.update_done(None, amax == 2.0)
     assert (signals["fp8/gemms"], signals["fp8/fallbacks"]) == (2.0, 1.0)
     assert signals["fp8/amax_rise"] == pytest.approx(100.0)
-    assert Site.decode(signals["fp8/amax_rise/at"]) == Site(5, "linear_fc1", "input")
+    assert Site.at(signals["fp8/amax_rise/at"]) == Site(5, "linear_fc1", "input")

@@ -15,30 +15,43 @@ from megatron_stability.records import StepRecord
 from megatron_stability.sites import MODULES, TENSORS, Site
 
 
-def test_every_site_survives_its_code() -> None:
+def test_every_site_survives_its_order() -> None:
     for layer in (1, 126, 4000):
         for module in MODULES:
             for tensor in TENSORS:
                 for expert in (-2, -1, 0, 255):
                     site = Site(layer, module, tensor, expert)
-                    assert Site.decode(site.code) == site
+                    assert Site.at(site.order) == site
     assert str(Site(3, "linear_fc1", "grad_output")) == "layer 3 linear_fc1 grad_output"
 
 
-def test_worst_says_where_and_ignores_what_is_unknown() -> None:
-    values = torch.tensor([math.nan, 2.0, 5.0, math.nan], dtype=torch.float64)
-    found = worst("x", values, torch.tensor([10.0, 11.0, 12.0, 13.0]))
-    assert (float(found["x"]), float(found["x/at"])) == (5.0, 12.0)
-    assert worst("x", torch.full((2,), math.nan), torch.zeros(2))["x"].isnan()
+def test_orders_follow_a_step() -> None:
+    steps = [
+        Site(1, "linear_qkv", "input"),
+        Site(1, "linear_fc1", "input"),
+        Site(9, "linear_qkv", "input"),
+        Site(9, "linear_fc2", "grad_output"),
+        Site(9, "linear_qkv", "grad_output"),
+        Site(1, "linear_qkv", "grad_output"),
+    ]
+    assert [site.order for site in steps] == sorted(site.order for site in steps)
 
 
-def test_the_reduction_takes_the_place_from_the_rank_of_the_largest_value() -> None:
-    extra = {"fp8/amax_rise": "max", "fp8/amax_rise/at": "at fp8/amax_rise"}
+def test_worst_says_where_it_began_and_ignores_what_is_unknown() -> None:
+    orders = torch.tensor([10.0, 11.0, 12.0, 13.0], dtype=torch.float64)
+    found = worst("fp8/amax_rise", torch.tensor([math.nan, 2.0, 50.0, 900.0]), orders)
+    assert (float(found["fp8/amax_rise"]), float(found["fp8/amax_rise/at"])) == (900.0, 12.0)
+    calm = worst("fp8/amax_rise", torch.tensor([1.0, 2.0, 3.0, math.nan]), orders)
+    assert float(calm["fp8/amax_rise"]) == 3.0
+    assert calm["fp8/amax_rise/at"].isnan()
+    assert worst("fp8/amax_rise", torch.full((4,), math.nan), orders)["fp8/amax_rise"].isnan()
+
+
+def test_the_reduction_takes_the_largest_value_and_the_earliest_place() -> None:
+    extra = {name: SIGNALS[name] for name in ("fp8/amax_rise", "fp8/amax_rise/at")}
     base = [1.0, 0.0, 8.0, 2.0, 1.0, *[0.0] * (len(COLUMNS) - 5)]
-    rows = [[*base, 3.0, 100.0], [*base, math.nan, math.nan], [*base, 7.0, 50.0]]
-    assert dict(combine(rows, extra).signals) == {"fp8/amax_rise": 7.0, "fp8/amax_rise/at": 50.0}
-    assert dict(combine([[*base, math.nan, 4.0]], extra).signals) == {}
-    assert all(name in SIGNALS for name in extra)
+    rows = [[*base, 300.0, 100.0], [*base, math.nan, math.nan], [*base, 70.0, 50.0]]
+    assert dict(combine(rows, extra).signals) == {"fp8/amax_rise": 300.0, "fp8/amax_rise/at": 50.0}
 
 
 def test_amax_is_compared_with_accepted_steps_only() -> None:
@@ -64,8 +77,8 @@ def test_a_scale_ages_while_its_amax_moves() -> None:
 @pytest.mark.parametrize(
     ("signals", "detector"),
     [
-        ({"fp8/amax_rise": 100.0, "fp8/amax_rise/at": Site(3, "linear_fc1", "input").code}, "fp8_amax_rise"),
-        ({"fp8/amax_fall": 1e4, "fp8/amax_fall/at": Site(3, "linear_fc1", "input").code}, "fp8_amax_fall"),
+        ({"fp8/amax_rise": 100.0, "fp8/amax_rise/at": Site(3, "linear_fc1", "input").order}, "fp8_amax_rise"),
+        ({"fp8/amax_fall": 1e4, "fp8/amax_fall/at": Site(3, "linear_fc1", "input").order}, "fp8_amax_fall"),
         ({"fp8/gemms": 24.0, "fp8/fallbacks": 20.0}, "fp8_fallbacks"),
     ],
 )
