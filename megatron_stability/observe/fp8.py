@@ -29,10 +29,11 @@ BEYOND = {
 }
 #: How each signal is combined over ranks. `<signal>/at` is where it began, see `Site.order`.
 SIGNALS: Mapping[str, Combine] = MappingProxyType(
-    dict.fromkeys(BEYOND, "max")
+    {name: "max" for name in BEYOND}  # noqa: C420 - fromkeys loses the literal's type
     | {f"{name}/at": "min" for name in BEYOND}
     | {"fp8/gemms": "sum", "fp8/fallbacks": "sum"}
 )
+_SHARES = ("fp8/saturation", "fp8/underflow")  # of these every tensor has some: a place has at least half the largest
 
 
 def worst(name: str, values: torch.Tensor, orders: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -50,7 +51,8 @@ def worst(name: str, values: torch.Tensor, orders: torch.Tensor) -> dict[str, to
     if values.numel() == 0:
         return {name: nothing, f"{name}/at": nothing}
     largest = torch.where(values.isnan(), -math.inf, values.double()).amax()
-    first = torch.where(values >= BEYOND[name], orders, math.inf).amin()
+    level = (largest / 2).clamp(min=BEYOND[name]) if name in _SHARES else BEYOND[name]
+    first = torch.where(values >= level, orders, math.inf).amin()
     return {
         name: torch.where(largest.isneginf(), nothing, largest),
         f"{name}/at": torch.where(first.isinf(), nothing, first),
