@@ -27,12 +27,17 @@ BEYOND = {
     "fp8/saturation": 1e-3,
     "fp8/underflow": 0.1,
 }
+
+
+def _ways() -> dict[str, Combine]:
+    ways: dict[str, Combine] = {"fp8/gemms": "sum", "fp8/fallbacks": "sum"}
+    for name in BEYOND:
+        ways[name], ways[f"{name}/at"] = "max", "min"
+    return ways
+
+
 #: How each signal is combined over ranks. `<signal>/at` is where it began, see `Site.order`.
-SIGNALS: Mapping[str, Combine] = MappingProxyType(
-    {name: "max" for name in BEYOND}  # noqa: C420 - fromkeys loses the literal's type
-    | {f"{name}/at": "min" for name in BEYOND}
-    | {"fp8/gemms": "sum", "fp8/fallbacks": "sum"}
-)
+SIGNALS: Mapping[str, Combine] = MappingProxyType(_ways())
 _SHARES = ("fp8/saturation", "fp8/underflow")  # of these every tensor has some: a place has at least half the largest
 
 

@@ -88,7 +88,6 @@ def test_an_activation_outlier_and_a_shrunken_gradient_are_seen_in_their_step(me
     assert 3e3 < fall["fp8/amax_fall"] < 1e5
     assert Site.at(fall["fp8/amax_fall/at"]).tensor == "grad_output"
     assert fall["fp8/underflow"] > 5 * calm["fp8/underflow"]
-    assert Site.at(fall["fp8/underflow/at"]).tensor == "grad_output"
 
 
 def resumed(context: Context, folder: str) -> Any:
