@@ -83,7 +83,7 @@ def sentence(result: dict[str, Any]) -> str:
     return (
         f"{result['steps']} steps, {result['tokens']:,.0f} tokens, FP8 in {result['fp8_share']:.0%} of linears: "
         f"relative loss error after step {result['warmup']} {float(result['loss_error_mean']):+.4%} in the mean, "
-        f"{float(result['loss_error_largest']):+.4%} at most (gate {result['gates']['loss_error']:.4%}){noise}; "
+        f"{float(result['loss_error_largest']):+.4%} at most (limit {result['loss_error_limit']:.4%}){noise}; "
         + ", ".join(more)
     )
 

@@ -84,6 +84,8 @@ def combine(vectors: torch.Tensor) -> torch.Tensor:
     Returns:
         [..., len(COLUMNS)].
     """
+    if vectors.shape[-2] == 0:
+        return vectors.new_zeros(*vectors.shape[:-2], len(COLUMNS))
     total = vectors.sum(-2)
     total[..., COLUMNS.index("amax")] = vectors[..., COLUMNS.index("amax")].amax(-1)
     return total
@@ -112,10 +114,11 @@ def tensor_stats(x: torch.Tensor, scale: torch.Tensor, fmt: Fp8Format, *, chunk:
         rows = max(1, chunk // max(1, x.shape[-1]))
         parts, scales = x.split(rows), scale.view(-1, 1).split(rows)
     vectors = [_chunk_stats(part.float(), part_scale, fmt) for part, part_scale in zip(parts, scales, strict=True)]
-    return combine(torch.stack(vectors)) if vectors else torch.zeros(len(COLUMNS), dtype=torch.float64)
+    # Plain numbers until here: small tensors kept between the chunks' temporaries would fragment the heap.
+    return combine(torch.tensor(vectors, dtype=torch.float64).view(-1, len(COLUMNS)))
 
 
-def _chunk_stats(x: torch.Tensor, scale: torch.Tensor, fmt: Fp8Format) -> torch.Tensor:
+def _chunk_stats(x: torch.Tensor, scale: torch.Tensor, fmt: Fp8Format) -> list[float]:
     """One chunk, on the CPU: every line works on what the line before left in cache."""
     scaled = x * scale
     largest = float(torch.linalg.vector_norm(x, math.inf)) if x.numel() else 0.0
@@ -129,7 +132,7 @@ def _chunk_stats(x: torch.Tensor, scale: torch.Tensor, fmt: Fp8Format) -> torch.
     if not (math.isfinite(signal) and math.isfinite(noise)):
         nonfinite, largest, signal, noise = _with_nonfinite(x, error)
     counts = x.numel(), nonzero, saturated, underflowed, nonfinite
-    return torch.tensor([*counts, largest, signal, noise], dtype=torch.float64)
+    return [*counts, largest, signal, noise]
 
 
 def _with_nonfinite(x: torch.Tensor, error: torch.Tensor) -> tuple[int, float, float, float]:
