@@ -59,6 +59,9 @@ class Site:
         Args:
             name: the linear's qualified name in its model chunk.
             layer_numbers: 1-based number of each transformer layer in the whole model, by the layer's qualified name.
+
+        Returns:
+            The site; layer 0 outside of every layer, module "other" for a name that is not in `MODULES`.
         """
         parts = name.split(".")
         prefixes = (".".join(parts[:n]) for n in range(len(parts), 0, -1))

@@ -44,6 +44,9 @@ class TensorState:
 def version() -> Version:
     """The installed version.
 
+    Returns:
+        The base wheel's version.
+
     Raises:
         UsageError: there is none, or its internals were not checked.
     """
@@ -61,6 +64,9 @@ def version() -> Version:
 
 def global_state() -> Any:
     """The object that holds TE's global buffers.
+
+    Returns:
+        The class itself up to 2.14, its `quantization_state` from 2.15 on.
 
     Raises:
         UsageError: something moved; names it.
@@ -94,6 +100,9 @@ def delayed(module: Any, margin: int = 0) -> list[TensorState]:
         module: a TE module.
         margin: the recipe's.
 
+    Returns:
+        One entry a tensor, in the order input, weight, grad_output.
+
     Raises:
         UsageError: something moved; names it.
     """
@@ -115,6 +124,9 @@ def current(quantized: Any, fmt_max: float) -> torch.Tensor:
     Args:
         quantized: TE's tensor.
         fmt_max: largest value of its format.
+
+    Returns:
+        The amax, on the tensor's device.
 
     Raises:
         UsageError: TE's tensor has no `_scale_inv` any more.

@@ -24,7 +24,12 @@ class TransformerEngineHook:
     signals: Mapping[str, Combine] = SIGNALS
 
     def __init__(self, model: Sequence[Any], device: torch.device, margin: int = 0) -> None:
-        """Takes Megatron's model chunks and its --fp8-margin.
+        """Nothing is read before the first step.
+
+        Args:
+            model: Megatron's model chunks.
+            device: of the signals.
+            margin: --fp8-margin.
 
         Raises:
             UsageError: this TE's internals were not checked.
