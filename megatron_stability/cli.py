@@ -34,6 +34,8 @@ COMMANDS = (
     Command("checkpoint", "megatron_stability.record.checkpoint_command", "run", "list, verify, drill checkpoints"),
     Command("cadence", "megatron_stability.record.cadence_command", "run", "how often to save, from measured costs"),
     Command("report", "megatron_stability.record.report", "run", "write the HTML report of a run"),
+    Command("compare", "megatron_stability.compare.command", "run", "an FP8 run against its BF16 control, with a gate"),
+    Command("doctor", "megatron_stability.doctor", "run", "what is installed, and whether FP8 can be active"),
     Command("quickstart", "megatron_stability.megatron.quickstart", "run", "train a small GPT with and without it"),
 )
 

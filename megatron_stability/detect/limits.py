@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any, ClassVar
 
 from megatron_stability.detect import config as c
 from megatron_stability.records import StepRecord, Tier, Verdict
+from megatron_stability.sites import Site
 
 
 class Limit:
@@ -124,7 +126,48 @@ class AttentionEntropy(Limit):
     requires = ("attention/min_entropy",)
 
 
-class Fp8Saturation(Limit):
+class Fp8Limit(Limit):
+    """A limit whose reason says which layer's which tensor it is."""
+
+    def inspect(self, record: StepRecord) -> Verdict | None:
+        """See `Limit`."""
+        verdict = super().inspect(record)
+        at = record.signals.get(f"{self.requires[0]}/at")
+        if verdict is None or at is None:
+            return verdict
+        return replace(verdict, reason=f"{verdict.reason}: {Site.at(at)}")
+
+
+class Fp8AmaxRise(Fp8Limit):
+    """A tensor whose largest element is far above what it was: an outlier."""
+
+    name = "fp8_amax_rise"
+    what = "FP8 amax over its past mean"
+    requires = ("fp8/amax_rise",)
+
+
+class Fp8AmaxFall(Fp8Limit):
+    """A tensor that has shrunk below what its scale was made for: under delayed scaling it underflows."""
+
+    name = "fp8_amax_fall"
+    what = "FP8 past mean amax over the amax"
+    requires = ("fp8/amax_fall",)
+
+
+class Fp8Fallbacks(Limit):
+    """Share of linear layers that ran without FP8."""
+
+    name = "fp8_fallbacks"
+    what = "share of linears not in FP8"
+    requires = ("fp8/fallbacks", "fp8/gemms")
+
+    def value(self, record: StepRecord) -> float | None:
+        """The share over all ranks."""
+        gemms = record.signals.get("fp8/gemms")
+        return record.signals["fp8/fallbacks"] / gemms if gemms else None
+
+
+class Fp8Saturation(Fp8Limit):
     """Elements cut off at the format's maximum."""
 
     name = "fp8_saturation"
@@ -132,7 +175,7 @@ class Fp8Saturation(Limit):
     requires = ("fp8/saturation",)
 
 
-class Fp8Underflow(Limit):
+class Fp8Underflow(Fp8Limit):
     """Non-zero elements that became zero."""
 
     name = "fp8_underflow"
@@ -140,7 +183,7 @@ class Fp8Underflow(Limit):
     requires = ("fp8/underflow",)
 
 
-class Fp8ScaleStuck(Limit):
+class Fp8ScaleStuck(Fp8Limit):
     """A scale that stands still while its tensor's amax moves."""
 
     name = "fp8_scale_stuck"

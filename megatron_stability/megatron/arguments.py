@@ -7,6 +7,7 @@ from argparse import ArgumentParser, Namespace
 from megatron_stability import config as tree
 from megatron_stability.errors import UsageError
 from megatron_stability.megatron import apex, seams
+from megatron_stability.megatron.fp8_flags import refuse_inactive_fp8
 from megatron_stability.megatron.model import settings
 from megatron_stability.records import Action
 
@@ -30,6 +31,7 @@ def install_runtime(args: Namespace) -> None:
     """
     config = tree.load(overrides=vars(args))
     settings.refuse_what_cannot_work(config, args)
+    refuse_inactive_fp8(config.fp8, config.mode, args)
     if config.mode == "off":
         return
     refuse_what_cannot_work(config, args)

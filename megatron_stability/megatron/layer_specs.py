@@ -17,6 +17,7 @@ import dataclasses
 from functools import partial
 from typing import Any
 
+from megatron.core.fp8_utils import is_first_last_bf16_layer
 from megatron.core.models.backends import LocalSpecProvider
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_decoder_block_spec,
@@ -37,16 +38,32 @@ from megatron.core.transformer.transformer_layer import (
 from packaging.version import Version
 
 from megatron_stability.megatron import seams
+from megatron_stability.megatron.fp8_linear import fp8_linears, recipe_of
 from megatron_stability.megatron.model.attention import softcap_attention
 from megatron_stability.megatron.model.init import qkv_builder
 from megatron_stability.megatron.model.norms import LayerNorm, QKNormBuilder
 from megatron_stability.numerics.config import Model
+from megatron_stability.numerics.fp8_config import Fp8
 
 
 def settings() -> Model:
     """The `model` section of the installed runtime, or its defaults where none is."""
     runtime = seams.installed()
     return Model() if runtime is None else runtime.config.model
+
+
+def emulated(specs: list[ModuleSpec], config: TransformerConfig, offset: int = 0) -> list[ModuleSpec]:
+    """The layers' specs with emulated FP8 linears, if the runtime asks for them, but for Megatron's BF16 layers.
+
+    Args:
+        specs: of consecutive layers.
+        config: the model's transformer configuration.
+        offset: layers of the model before the first of them.
+    """
+    runtime = seams.installed()
+    recipe = recipe_of(Fp8() if runtime is None else runtime.config.fp8, config)
+    kept = [is_first_last_bf16_layer(config, offset + i) for i in range(len(specs))]
+    return [spec if bf16 else fp8_linears(spec, recipe) for spec, bf16 in zip(specs, kept, strict=True)]
 
 
 def block_spec(
@@ -69,7 +86,8 @@ def block_spec(
         qk_l2_norm=config.qk_l2_norm,
         vp_stage=vp_stage,
     )
-    block.layer_specs = [prevent(spec, config, model or settings()) for spec in block.layer_specs]
+    specs = [prevent(spec, config, model or settings()) for spec in block.layer_specs]
+    block.layer_specs = emulated(specs, config, get_transformer_layer_offset(config, vp_stage=vp_stage))
     if _local(config):
         block.layer_norm = LayerNorm
     return block
@@ -83,7 +101,7 @@ def layer_specs(config: TransformerConfig, model: Model | None = None) -> list[M
         normalization=config.normalization,
         qk_l2_norm=config.qk_l2_norm,
     )
-    return [prevent(spec, config, model or settings()) for spec in specs]
+    return emulated([prevent(spec, config, model or settings()) for spec in specs], config)
 
 
 def mtp_block_spec(config: TransformerConfig, vp_stage: int | None = None, model: Model | None = None) -> Any:

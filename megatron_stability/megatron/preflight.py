@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from megatron_stability import config as tree
 from megatron_stability.errors import UsageError
+from megatron_stability.megatron.fp8_flags import refuse_inactive_fp8
 
 if TYPE_CHECKING:
     from megatron_stability.megatron.launch import Job
@@ -154,6 +155,7 @@ def complaint_about_arguments(job: Job, world: int, prepared: bool = True) -> st
             core_transformer_config_from_args(args)  # refuses more, such as heads that the tensor ranks can't share
         gpt.refuse_what_is_not_carried(args)
         config = tree.load(overrides=vars(args))
+        refuse_inactive_fp8(config.fp8, config.mode, args)
         if config.mode != "off":
             arguments.refuse_what_cannot_work(config, args)
     except UsageError as error:

@@ -42,6 +42,11 @@ from megatron_stability.records import Action, Decision, StepRecord
 STATE_KEY = "megatron_stability"
 SCALED = {Action.SCALE_LR: "lr", Action.SCALE_WEIGHT_DECAY: "weight_decay"}
 _NO_LOSSES = torch.zeros(0, 2)
+# What two runs must share to have seen the same samples in the same order.
+_DATA = (
+    *("seed", "data_path", "train_data_path", "data_args_path", "mock_data", "split", "seq_length"),
+    *("global_batch_size", "rampup_batch_size", "tokenizer_type", "tokenizer_model", "padded_vocab_size"),
+)
 
 
 class Runtime:
@@ -68,6 +73,7 @@ class Runtime:
         self._reduction: Reduction | None = None
         self._forward_state: optimizer_state.ForwardState | None = None
         self._weight_hooks: list[weight_hooks.WeightHook] = []
+        self._hook_states: dict[str, Any] = {}  # from the checkpoint, until the hooks are there
         self._scales = {action: Scale() for action in SCALED}
         self._scaled_groups = optimizer_state.ScaledGroups()
         self._log_z: LogZHook | None = None
@@ -129,7 +135,11 @@ class Runtime:
         """The complaint, if this rank has a layer that can't be hooked, is for every rank to raise."""
         model = self.config.model
         try:
-            self._weight_hooks = weight_hooks.build(self.config, self.model, self.optimizer, device)
+            self._weight_hooks = weight_hooks.build(
+                self.config, self.model, self.optimizer, device, self.ledger_folder(), self._args
+            )
+            for hook in self._stateful_hooks() if self._args.iteration > 0 else ():
+                hook.load_state_dict(self._hook_states.get(hook.checkpoint_key))
             if model.changes_loss:
                 speaks = parallel_state.get_tensor_model_parallel_rank() == 0
                 self._log_z = LogZHook(self.head_loss, model.z_loss, speaks)
@@ -258,7 +268,9 @@ class Runtime:
     def add_checkpoint_state(self, state_dict: dict[str, Any]) -> None:
         """One JSON string: equal on all ranks, and nothing that a weights_only load refuses."""
         scales = {action.value: scale.state_dict() for action, scale in self._scales.items()}
-        state_dict[STATE_KEY] = json.dumps(self._pipeline.state_dict() | {"scales": scales}, allow_nan=False)
+        hooks = {hook.checkpoint_key: hook.state_dict() for hook in self._stateful_hooks()}
+        state = self._pipeline.state_dict() | {"scales": scales, "hooks": hooks}
+        state_dict[STATE_KEY] = json.dumps(state, allow_nan=False)
         self.checkpoints.add_state(state_dict)
         if self._ledger is not None:
             self._ledger.flush()
@@ -272,8 +284,12 @@ class Runtime:
         else:
             saved = json.loads(state)
             self._pipeline.load_state_dict(saved)
+            self._hook_states = saved.get("hooks", {})
             for action, scale in self._scales.items():
                 scale.load_state_dict(saved["scales"][action.value])
+
+    def _stateful_hooks(self) -> list[weight_hooks.StatefulHook]:
+        return [hook for hook in self._weight_hooks if isinstance(hook, weight_hooks.StatefulHook)]
 
     # --- inside -----------------------------------------------------------------------------------------------
 
@@ -329,7 +345,8 @@ class Runtime:
         names = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "data_parallel_size")
         layout = {name: int(getattr(args, name)) for name in names} | {"world_size": int(args.world_size)}
         versions = {"megatron_stability": megatron_stability.__version__, "torch": torch.__version__}
-        return RunInfo(mode=self.config.mode, versions=versions | install_digest.versions(), layout=layout)
+        data = {name: str(getattr(args, name, None)) for name in _DATA}
+        return RunInfo(mode=self.config.mode, versions=versions | install_digest.versions(), layout=layout, data=data)
 
 
 def _on_gpu() -> bool:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 
 from megatron_stability.config import StabilityConfig
 from megatron_stability.megatron import qk_clip
+from megatron_stability.megatron.fp8_hook import Fp8Hook
 from megatron_stability.megatron.model.embedding_clip import EmbeddingClipHook
 from megatron_stability.observe.reduction import Combine
 from megatron_stability.records import AttentionTable, StepRecord
@@ -36,6 +38,21 @@ class WeightHook(Protocol):
 
 
 @runtime_checkable
+class StatefulHook(Protocol):
+    """A hook with state in the checkpoint."""
+
+    @property
+    def checkpoint_key(self) -> str:
+        """Its name there."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Collective over the pipeline group: JSON primitives, the same on every rank of it."""
+
+    def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
+        """When training goes on from a checkpoint; None: it holds nothing of this hook's."""
+
+
+@runtime_checkable
 class TableSink(Protocol):
     """A sink that takes tables of all layers and heads."""
 
@@ -43,7 +60,9 @@ class TableSink(Protocol):
         """Called on every rank that has the table; most write on one."""
 
 
-def build(config: StabilityConfig, model: Sequence[Any], optimizer: Any, device: torch.device) -> list[WeightHook]:
+def build(
+    config: StabilityConfig, model: Sequence[Any], optimizer: Any, device: torch.device, folder: Path, args: Namespace
+) -> list[WeightHook]:
     """The hooks that the configuration asks for. No collective, so that a rank may fail alone and say so.
 
     Raises:
@@ -54,6 +73,12 @@ def build(config: StabilityConfig, model: Sequence[Any], optimizer: Any, device:
         hooks.append(qk_clip.AttentionHook(config, model, optimizer, device))
     if config.model.embedding_norm_clip is not None:
         hooks.append(EmbeddingClipHook(config.model.embedding_norm_clip, model, optimizer))
+    if config.fp8.emulate != "none":
+        hooks.append(Fp8Hook(config.fp8, model, device, folder, args))
+    if getattr(args, "fp8", None) and args.transformer_impl == "transformer_engine":
+        from megatron_stability.transformer_engine.hook import TransformerEngineHook
+
+        hooks.append(TransformerEngineHook(model, device, args.fp8_margin))
     return hooks
 
 

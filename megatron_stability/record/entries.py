@@ -47,6 +47,7 @@ class RunEntry(Entry):
     mode: str = ""
     versions: dict[str, str] = {}
     layout: dict[str, int] = {}
+    data: dict[str, str] = {}  # seed, and what identifies the data; equal for runs that may be compared
     trimmed_bytes: int = 0  # of a torn last line, removed at this opening
 
 

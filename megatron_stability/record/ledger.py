@@ -14,7 +14,7 @@ import socket
 import stat
 import weakref
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from megatron_stability.errors import UsageError
@@ -45,6 +45,7 @@ class RunInfo:
     mode: str
     versions: Mapping[str, str]
     layout: Mapping[str, int]  # tensor_model_parallel_size, pipeline_model_parallel_size, ...
+    data: Mapping[str, str] = field(default_factory=dict)  # seed, data files, ...
 
 
 class Ledger:
@@ -119,6 +120,7 @@ class Ledger:
                 mode=info.mode,
                 versions=dict(info.versions),
                 layout=dict(info.layout),
+                data=dict(info.data),
                 trimmed_bytes=trimmed,
             )
         )
