@@ -83,7 +83,9 @@ def test_the_hook_counts_gemms_and_reports_a_rise() -> None:
     layer = torch.nn.Module()
     layer.layer_number, layer.linear_fc1, layer.linear_fc2 = 5, FakeLinear(4), FakeLinear(4)
     layer.linear_fc2.fp8 = False
-    hook = TransformerEngineHook([layer], torch.device("cpu"))
+    chunk = torch.nn.Module()
+    chunk.layer = layer
+    hook = TransformerEngineHook([chunk], torch.device("cpu"))
     forward = layer.linear_fc1.fp8_meta["scaling_fwd"]
     for amax in [2.0] * 8 + [200.0]:
         forward.amax_history[0] = torch.tensor([amax, 1.0, 0.0])
