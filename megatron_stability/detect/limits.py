@@ -163,8 +163,8 @@ class Fp8Fallbacks(Limit):
 
     def value(self, record: StepRecord) -> float | None:
         """The share over all ranks."""
-        gemms = record.signals.get("fp8/gemms")
-        return record.signals["fp8/fallbacks"] / gemms if gemms else None
+        gemms, fallbacks = (record.signals.get(name) for name in ("fp8/gemms", "fp8/fallbacks"))
+        return fallbacks / gemms if gemms and fallbacks is not None else None
 
 
 class Fp8Saturation(Fp8Limit):
