@@ -175,7 +175,17 @@ def test_the_launcher_says_it_once(folder: Path) -> None:
 
 @pytest.mark.megatron
 def test_under_torchrun_each_worker_ends_with_2_and_rank_0_speaks(folder: Path) -> None:
-    torchrun = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--log-dir", "logs", "--redirects", "3")
+    torchrun = (
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        "--log-dir",
+        "logs",
+        "--redirects",
+        "3",
+    )
     worker = ("-m", "megatron_stability.cli", "pretrain", "--cpu", *TINY, "--tensor-model-parallel-size", "4")
     ran = _run(folder, *torchrun, *worker)
     assert ran.returncode == 1
