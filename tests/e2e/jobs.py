@@ -19,10 +19,9 @@ from tests.dist.pool import Context, Pool, torch_only
 from tests.e2e import artifacts
 from tests.older_megatron import older_release
 
-# Small on purpose: bf16 products are a hundred times slower than fp32 ones on CPUs without bf16 instructions.
 MODEL = (
-    *("--num-layers", "2", "--hidden-size", "32", "--num-attention-heads", "4", "--seq-length", "32"),
-    *("--max-position-embeddings", "32", "--position-embedding-type", "rope", "--normalization", "RMSNorm", "--swiglu"),
+    *("--num-layers", "2", "--hidden-size", "64", "--num-attention-heads", "4", "--seq-length", "64"),
+    *("--max-position-embeddings", "64", "--position-embedding-type", "rope", "--normalization", "RMSNorm", "--swiglu"),
     *("--disable-bias-linear", "--micro-batch-size", "2", "--global-batch-size", "4", "--seed", "1234"),
     *("--lr", "1e-3", "--min-lr", "1e-4", "--lr-decay-style", "cosine", "--lr-warmup-iters", "2"),
     *("--mock-data", "--tokenizer-type", "NullTokenizer", "--vocab-size", "127"),
@@ -31,7 +30,7 @@ MODEL = (
 )
 MOE = (
     *("--num-experts", "4", "--moe-router-topk", "2", "--moe-router-score-function", "sigmoid"),
-    *("--moe-router-enable-expert-bias", "--moe-router-load-balancing-type", "none", "--moe-ffn-hidden-size", "16"),
+    *("--moe-router-enable-expert-bias", "--moe-router-load-balancing-type", "none", "--moe-ffn-hidden-size", "32"),
 )
 TP2 = ("--tensor-model-parallel-size", "2")
 PP2 = ("--pipeline-model-parallel-size", "2")
