@@ -85,7 +85,7 @@ def test_patched_is_stock_to_the_bit(
 def _assert_tensor_ranks_agree(weights_by_rank: list[Any]) -> None:
     unpacked = [artifacts.unpack(packed) for (packed,) in weights_by_rank]
     for first, second in zip(unpacked[::2], unpacked[1::2], strict=True):
-        assert len(first) == len(second) >= 4
+        assert len(first) == len(second) >= 2  # a stage of one layer has two norms
         for (name, one), (_, other) in zip(first, second, strict=True):
             assert artifacts.same(one, other), name
 
