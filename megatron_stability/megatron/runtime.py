@@ -272,8 +272,8 @@ class Runtime:
         state = self._pipeline.state_dict() | {"scales": scales, "hooks": hooks}
         state_dict[STATE_KEY] = json.dumps(state, allow_nan=False)
         self.checkpoints.add_state(state_dict)
-        if self._ledger is not None:
-            self._ledger.flush()
+        if self._ledger is not None:  # not where a load asks for the template
+            self._ledger.saving(state_dict["iteration"])
 
     def load_checkpoint_state(self, state_dict: dict[str, Any]) -> None:
         """Baselines and budgets go on where they were; a checkpoint without them is said, not assumed."""

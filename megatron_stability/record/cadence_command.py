@@ -13,13 +13,15 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron_stability.errors import EXIT_FINE, UsageError
-from megatron_stability.record import cadence, ledger
+from megatron_stability.record import cadence, cadence_ledger, ledger
 from megatron_stability.record.cadence import Costs
+from megatron_stability.record.cadence_ledger import Measured
 from megatron_stability.record.manifest import write_atomically
 
 EXAMPLE = """examples:
   megatron-stability cadence --save-seconds 40 --restart-seconds 600 --mtbf-hours 8
-  megatron-stability cadence --save-seconds 2 --ledger runs/a --step-seconds 6.5 --out cadence.html"""
+  megatron-stability cadence --ledger runs/a --out cadence.html
+  megatron-stability cadence --ledger runs/a --mtbf-hours 8      # a run that has not failed yet"""
 
 
 def run(argv: Sequence[str]) -> int:
@@ -35,7 +37,8 @@ def run(argv: Sequence[str]) -> int:
         UsageError: an impossible value, or no mean time between failures to be had.
     """
     options = _parser().parse_args(argv)
-    document = study(_costs(options), options.hours, options.step_seconds, options.seed)
+    costs, step_s = _costs(options)
+    document = study(costs, options.hours, step_s, options.seed)
     if options.out is not None:
         write_atomically(options.out, _page(document).encode())
     if options.json:
@@ -56,11 +59,11 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     number: dict[str, Any] = {"type": float, "metavar": "X"}
-    parser.add_argument("--save-seconds", required=True, help="that a save blocks training", **number)
-    parser.add_argument("--interference-seconds", default=0.0, help="that an async save slows it, in all", **number)
-    parser.add_argument("--restart-seconds", default=0.0, help="from a failure until training goes on", **number)
+    parser.add_argument("--ledger", type=Path, metavar="RUN", help="measure there what is not given below")
+    parser.add_argument("--save-seconds", help="that a save blocks training", **number)
+    parser.add_argument("--interference-seconds", help="that an async save slows it, in all (default: 0)", **number)
+    parser.add_argument("--restart-seconds", help="from a failure until training goes on (default: 0)", **number)
     parser.add_argument("--mtbf-hours", help="mean time between failures of the whole job", **number)
-    parser.add_argument("--ledger", type=Path, metavar="RUN", help="count failures there instead (with --step-seconds)")
     parser.add_argument("--step-seconds", help="duration of one step: also gives intervals in steps", **number)
     parser.add_argument("--silent-share", default=0.0, help="share of failures that are seen late, 0 to 1", **number)
     parser.add_argument("--detection-delay-seconds", default=0.0, help="how late, on average", **number)
@@ -71,38 +74,53 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _costs(options: argparse.Namespace) -> Costs:
+def _costs(options: argparse.Namespace) -> tuple[Costs, float | None]:
+    """What a save, a restart and the failures cost, and the seconds of a step: given, else measured."""
     for name in ("save_seconds", "hours", "mtbf_hours", "step_seconds"):
         value = getattr(options, name)
         if value is not None and not 0 < value < float("inf"):
             raise UsageError(f"--{name.replace('_', '-')} {value:g}: must be above 0")
     for name in ("interference_seconds", "restart_seconds", "detection_delay_seconds"):
-        if not 0 <= getattr(options, name) < float("inf"):
-            raise UsageError(f"--{name.replace('_', '-')} {getattr(options, name):g}: must be 0 or more")
+        value = getattr(options, name)
+        if value is not None and not 0 <= value < float("inf"):
+            raise UsageError(f"--{name.replace('_', '-')} {value:g}: must be 0 or more")
     if not 0 <= options.silent_share <= 1:
         raise UsageError(f"--silent-share {options.silent_share:g}: must be from 0 to 1")
-    return Costs(
-        save_s=options.save_seconds,
-        mtbf_s=options.mtbf_hours * 3600 if options.mtbf_hours is not None else _measured_mtbf(options),
-        restart_s=options.restart_seconds,
-        interference_s=options.interference_seconds,
+    seen, failures_s = _measured(options)
+    mtbf_s = options.mtbf_hours * 3600 if options.mtbf_hours is not None else None
+    costs = Costs(
+        save_s=_one(options, "--save-seconds", options.save_seconds, seen.save_s, "no save"),
+        mtbf_s=_one(options, "--mtbf-hours", mtbf_s, failures_s, "no restart"),
+        restart_s=_first(options.restart_seconds, seen.restart_s, 0.0),
+        interference_s=_first(options.interference_seconds, seen.interference_s, 0.0),
         silent=options.silent_share,
         delay_s=options.detection_delay_seconds,
     )
+    return costs, _first(options.step_seconds, seen.step_s)
 
 
-def _measured_mtbf(options: argparse.Namespace) -> float:
-    """Time of all steps, undone ones too, over the number of restarts that undid some or followed a halt."""
-    if options.ledger is None or options.step_seconds is None:
-        raise UsageError("give --mtbf-hours, or --ledger with --step-seconds")
+def _measured(options: argparse.Namespace) -> tuple[Measured, float | None]:
+    """What the ledger shows, and the mean time between failures in seconds, by --step-seconds where it is given."""
+    if options.ledger is None:
+        return Measured(), None
     inside = options.ledger / "stability"
     view = ledger.read(inside if inside.is_dir() else options.ledger)
-    failures = len(view.runs) - 1
-    if failures < 1:
-        raise UsageError(
-            f"--ledger {options.ledger}: tells of no restart in {len(view.steps)} steps; give --mtbf-hours"
-        )
-    return float(len(view.steps) * options.step_seconds / failures)
+    seen, failures = cadence_ledger.measure(view), len(view.runs) - 1
+    if options.step_seconds is None or failures < 1:
+        return seen, seen.mtbf_s
+    return seen, float(len(view.steps) * options.step_seconds / failures)
+
+
+def _first(*values: float | None) -> Any:
+    return next((value for value in values if value is not None), None)
+
+
+def _one(options: argparse.Namespace, flag: str, given: float | None, seen: float | None, lacks: str) -> float:
+    value = _first(given, seen)
+    if not value:
+        where = f"--ledger {options.ledger} tells of {lacks}" if options.ledger is not None else "no --ledger is given"
+        raise UsageError(f"{flag}: {where}; give {flag}")
+    return float(value)
 
 
 def study(costs: Costs, hours: float, step_s: float | None, seed: int) -> dict[str, Any]:
@@ -127,7 +145,7 @@ def study(costs: Costs, hours: float, step_s: float | None, seed: int) -> dict[s
     }
     shares = cadence.simulated_lost_shares(costs, list(named.values()), seed)
     return {
-        "costs": {name: getattr(costs, name) for name in costs.__slots__},
+        "costs": {name: getattr(costs, name) for name in costs.__slots__} | {"per_save_s": costs.per_save_s},
         "hours": hours,
         "intervals": {
             name: {
@@ -151,6 +169,8 @@ def _print(document: dict[str, Any]) -> None:
     console = Console()
     console.print(table)
     costs = document["costs"]
+    told = {"save": "per_save_s", "restart": "restart_s", "between failures": "mtbf_s"}
+    console.print(", ".join(f"{name} {costs[key]:,.3g} s" for name, key in told.items()))
     if costs["silent"] and costs["delay_s"]:
         window = costs["delay_s"] / document["intervals"]["simulated"]["seconds"]
         keep = 2 + int(3 * window)  # an exponential delay exceeds three times its mean in 5 % of cases

@@ -3,6 +3,7 @@
 {"kind":"run", ...,"x":"<xxh64 of the bytes before ,"x">"}    a process began, as generation g
 {"kind":"step", ...,"x":"..."}    a step ended: trained, skipped or halted
 {"kind":"undo", ...,"x":"..."}    a resume or rewind undid what came after
+{"kind":"save", ...,"x":"..."}    a checkpoint of a step is about to be written
 {"kind":"attention", ...,"x":"..."}    largest logit, entropy and clip of every layer and head after a step
 """
 
@@ -35,6 +36,7 @@ class Entry(BaseModel):
     model_config = ConfigDict(frozen=True)
 
     generation: int = Field(ge=1)
+    time: float = 0.0  # Unix time in seconds, of the writing; 0: from before lines had it
 
 
 class RunEntry(Entry):
@@ -98,6 +100,13 @@ class UndoEntry(Entry):
     reason: str = ""
 
 
+class SaveEntry(Entry):
+    """After this step training stops for a save, or for as long as an asynchronous one needs it to."""
+
+    kind: Literal["save"] = "save"
+    step: int
+
+
 class AttentionEntry(Entry):
     """Every layer and head after one step; the fields of `AttentionTable`."""
 
@@ -111,7 +120,7 @@ class AttentionEntry(Entry):
     max_gain_l: tuple[float, ...]
 
 
-AnyEntry = RunEntry | StepEntry | UndoEntry | AttentionEntry
+AnyEntry = RunEntry | StepEntry | UndoEntry | SaveEntry | AttentionEntry
 _ENTRIES: TypeAdapter[AnyEntry] = TypeAdapter(Annotated[AnyEntry, Field(discriminator="kind")])
 
 

@@ -12,6 +12,7 @@ import fcntl
 import os
 import socket
 import stat
+import time
 import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -25,6 +26,7 @@ from megatron_stability.record.entries import (
     AttentionEntry,
     LedgerView,
     RunEntry,
+    SaveEntry,
     UndoEntry,
     line_of,
     parse,
@@ -146,6 +148,11 @@ class Ledger:
         """Append a table of all layers and heads."""
         self._write(AttentionEntry(generation=self.generation, **dataclasses.asdict(table)))
 
+    def saving(self, step: int) -> None:
+        """Note that a checkpoint of `step` is about to be written, and put everything on stable storage."""
+        self._write(SaveEntry(generation=self.generation, step=step))
+        self.flush()
+
     def rewind(self, to_step: int, to_sample: int, reason: str) -> None:
         """Mark every step after `to_step` undone and begin a new generation, within this process.
 
@@ -178,7 +185,7 @@ class Ledger:
         self._write(UndoEntry(generation=self.generation, from_step=step, from_sample=sample, reason=reason))
 
     def _write(self, entry: AnyEntry) -> None:
-        self._append(line_of(entry))
+        self._append(line_of(entry.model_copy(update={"time": round(time.time(), 3)})))
 
     def _append(self, line: bytes) -> None:
         if self._file < 0:

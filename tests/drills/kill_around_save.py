@@ -1,12 +1,15 @@
 """Death of every rank at random moments around saves of a real run, and what can be resumed from.
 
-    python -m tests.drills.kill_around_save --moments 60 --kills 6 --out tests/drills/kill_around_save.json
+    python -m tests.drills.kill_around_save --kills 60 --moments 0 --out docs/drills/kill_around_save.json
 
-A kill -9 leaves the files as they are at that moment. So for most moments one run saves at every step while all its
-processes are stopped again and again (SIGSTOP), its folder is copied, and they go on; each copy is judged as what a
-killed run would have left: which generation a resume takes, and the ledger after that resume. For the others, every
-rank is really killed and the run really resumed, in one chain that goes on to its end, which must equal that of a run
-that was never killed, to the bit.
+Kills: one chain for synchronous saves and one for asynchronous ones, saving at every step. Every rank's process group
+(the rank, its checkpoint worker, its fork server) gets SIGKILL at a random moment: up to `WINDOW_S` after a save began,
+or up to `SOON_S` after a file of a save came into being. Then the run is started again. Each resume must be from the
+newest whole checkpoint; at the end the ledger must account for every sample once, and the last checkpoint must equal
+that of a run that was never killed, to the bit.
+
+Moments: the processes of one run are stopped (SIGSTOP) again and again, its folder is copied, and they go on; each copy
+is judged as what a killed run would have left. Cheaper than a kill, and only as good as that likeness.
 """
 
 from __future__ import annotations
@@ -28,6 +31,7 @@ from typing import Any
 
 from megatron_stability.act import fates
 from megatron_stability.record import compare_checkpoints, generations, ledger
+from megatron_stability.record.manifest import MANIFEST, MARKER, file_names
 from tests.dist import small_gpt
 from tests.dist.conftest import patched_megatron_on_cpu
 from tests.dist.pool import Context, Pool, RankDied
@@ -36,10 +40,12 @@ ASYNC = ("--async-save", "--use-persistent-ckpt-worker", "--async-strategy", "mc
 RUN = (
     *("--train-iters", "1000", "--ckpt-format", "torch_dist", "--save-interval", "1", "--global-batch-size", "4"),
     *("--use-distributed-optimizer", "--hidden-dropout", "0.1", "--attention-dropout", "0.1"),
-    *("--stability-checkpoint-allow-fresh-start", "true"),
+    *("--stability-checkpoint-allow-fresh-start", "true", "--stability-checkpoint-keep", "4"),
 )
 WINDOW_S = 0.5  # a kill comes so long, at most, after a save began: during it, at its marker, or steps later
-
+SOON_S = 0.01  # or so long after one of these came into being
+EVENTS = ("iter_*/*.distcp", "iter_*/.metadata", f"iter_*/{MANIFEST}", f"iter_*/{MARKER}")
+SMALL = ("--num-layers", "1", "--hidden-size", "16", "--num-attention-heads", "2", "--seq-length", "16")
 
 Harm = Callable[[Path, list[int]], None]  # in a child of rank 0, with every rank's process id
 
@@ -56,8 +62,9 @@ def train(context: Context, folder: str, harm: Harm | None, flags: Sequence[str]
         os.setpgid(0, 0)
         harm(Path(folder), pids)
         os._exit(0)
+    small_gpt.fork_checkpoint_workers()
     try:
-        small_gpt.train(context, *RUN, "--save", folder, "--load", folder, *flags)
+        small_gpt.train(context, *SMALL, *RUN, "--save", folder, "--load", folder, *flags)
     except SystemExit as end:  # --exit-interval
         if end.code:
             raise RuntimeError(f"exit code {end.code}") from None
@@ -65,26 +72,33 @@ def train(context: Context, folder: str, harm: Harm | None, flags: Sequence[str]
         seams.uninstall()
 
 
-def _wait_for_saves(folder: Path, number: int) -> None:
-    """Until `number` more saves have begun."""
-    known, deadline = {path.name for path in folder.glob("iter_*")}, time.monotonic() + 300
-    while len({path.name for path in folder.glob("iter_*")} - known) < number and time.monotonic() < deadline:
+def _wait_for(folder: Path, pattern: str, number: int) -> None:
+    """Until `number` more files or folders that fit have come into being."""
+    known, deadline = set(folder.glob(pattern)), time.monotonic() + 300
+    while len(set(folder.glob(pattern)) - known) < number and time.monotonic() < deadline:
         time.sleep(0.001)
 
 
-def kill(saves: int, delay_s: float, folder: Path, pids: list[int]) -> None:
-    """Every rank dies `delay_s` after the `saves`-th save began."""
-    _wait_for_saves(folder, saves)
+def kill(pattern: str, number: int, delay_s: float, folder: Path, pids: list[int]) -> None:
+    """Every rank dies, with all that it started, `delay_s` after the `number`-th new `pattern`."""
+    _wait_for(folder, pattern, number)
     time.sleep(delay_s)
     for pid in pids:
-        os.kill(pid, signal.SIGKILL)
+        os.killpg(pid, signal.SIGKILL)
+
+
+def moment(chosen: random.Random) -> tuple[str, int, float]:
+    """What a kill waits for, how many of it, and how long then."""
+    if chosen.random() < 0.5:
+        return "iter_*", chosen.choice((1, 1, 2)), chosen.uniform(0, WINDOW_S)
+    return chosen.choice(EVENTS), chosen.choice((1, 1, 2)), chosen.uniform(0, SOON_S)
 
 
 def stop_and_copy(copies: str, number: int, seed: int, folder: Path, pids: list[int]) -> None:
     """`number` times, after a save began: stop every process of every rank, copy the folder, let them go on."""
     chosen = random.Random(seed)
     for each in range(number):
-        _wait_for_saves(folder, 1)
+        _wait_for(folder, "iter_*", 1)
         time.sleep(chosen.uniform(0, WINDOW_S))
         for pid in pids:
             os.killpg(pid, signal.SIGSTOP)
@@ -101,8 +115,7 @@ def moments(
     copies = folder.with_name(folder.name + "-copies")
     copies.mkdir()
     harm = partial(stop_and_copy, str(copies), number, seed)
-    last = ("--stability-checkpoint-keep", "3", "--exit-interval", str(number + 20))
-    pool.run(train, str(folder), harm, (*how, *last), world=2, timeout=1500)
+    pool.run(train, str(folder), harm, (*how, "--exit-interval", str(number + 20)), world=2, timeout=1500)
     judged = [_judge(copy) for copy in sorted(copies.iterdir())]
     return {
         "moments": len(judged),
@@ -138,11 +151,12 @@ def chain(pool: Pool, folder: Path, kills: int, seed: int, how: Sequence[str] = 
     """
     chosen, deaths = random.Random(seed), []
     for number in range(kills):
-        when = (chosen.choice((1, 1, 2)), chosen.uniform(0, WINDOW_S))
+        when = moment(chosen)
         try:
             pool.run(train, str(folder), partial(kill, *when), tuple(how), world=world, timeout=400)
         except RankDied:
-            deaths.append(_left_behind(folder))
+            deaths.append({"after": when[0], "delay_s": round(when[2], 4)} | _left_behind(folder))
+            print(number, deaths[-1], flush=True)
         else:
             raise AssertionError(f"run {number} was not killed")
     resumed_from = generations.newest_good(folder)
@@ -176,16 +190,26 @@ def _left_behind(folder: Path) -> dict[str, Any]:
     bad = [str(each) for each in found if each.state not in ("complete", "incomplete")]
     assert not bad, bad
     return {
-        "newest_was": found[0].state if found else "none",
+        "newest_was": _phase(found[0], generations.read_tracker(folder)) if found else "no save yet",
         "newest_whole": good.step if good is not None else 0,
         "tracker": generations.read_tracker(folder),
     }
 
 
+def _phase(newest: generations.Generation, tracker: Any) -> str:
+    """How far the newest save had come."""
+    if newest.state == "complete":
+        return "complete, tracker moved" if tracker == newest.step else "complete, tracker behind"
+    if (newest.folder / MANIFEST).exists():
+        return "manifest, no marker"
+    names = file_names(newest.folder)
+    if ".metadata" in names:
+        return "all files, being hashed"
+    return "files being written" if names else "folder made"
+
+
 def passed(result: dict[str, Any]) -> bool:
-    """Whether a chain's result is as it must be; an empty one is of no chain."""
-    if not result:
-        return True
+    """Whether a chain's result is as it must be."""
     right = result["from_newest_whole"] and result["steps_in_order"] and result["end_equals_uninterrupted"]
     return bool(right and not result["audit"])
 
@@ -193,25 +217,25 @@ def passed(result: dict[str, Any]) -> bool:
 def main() -> int:
     """Half of the moments and kills with synchronous saves, half with asynchronous ones."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--moments", type=int, default=60, help="stopped and copied, in all")
-    parser.add_argument("--kills", type=int, default=6, help="in all")
+    parser.add_argument("--moments", type=int, default=0, help="stopped and copied, in all")
+    parser.add_argument("--kills", type=int, default=60, help="in all")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, default=Path("tests/drills/kill_around_save.json"))
+    parser.add_argument("--out", type=Path, default=Path("docs/drills/kill_around_save.json"))
     options = parser.parse_args()
     pool, results = Pool(patched_megatron_on_cpu), {}
     right = True
     try:
         for name, how in (("sync", ()), ("async", ASYNC)):
             with tempfile.TemporaryDirectory() as folder:
-                stopped = moments(pool, Path(folder) / "stopped", options.moments // 2, options.seed, how)
-                results[name] = {"stopped": stopped}
-                options.out.write_text(json.dumps(results, indent=1) + "\n")
+                root, results[name] = Path(folder), {}
                 if options.kills:
-                    results[name]["killed"] = chain(
-                        pool, Path(folder) / "killed", options.kills // 2, options.seed, how
-                    )
-                options.out.write_text(json.dumps(results, indent=1) + "\n")
-                right = right and not stopped["bad"] and passed(results[name].get("killed", {}))
+                    killed = chain(pool, root / "killed", options.kills // 2, options.seed, how)
+                    results[name]["killed"], right = killed, right and passed(killed)
+                    options.out.write_text(json.dumps(results, indent=1) + "\n")
+                if options.moments:
+                    stopped = moments(pool, root / "stopped", options.moments // 2, options.seed, how)
+                    results[name]["stopped"], right = stopped, right and not stopped["bad"]
+                    options.out.write_text(json.dumps(results, indent=1) + "\n")
     finally:
         pool.close()
     for name, result in results.items():

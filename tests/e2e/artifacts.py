@@ -14,21 +14,22 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorSt
 EXCLUDED = ("rerun_state_machine_state", "rerun_state_machine", "megatron_stability")
 
 
-def checkpoint(save: Path, step: int) -> dict[str, Any]:
+def checkpoint(save: Path, step: int, excluded: tuple[str, ...] = EXCLUDED) -> dict[str, Any]:
     """Every entry of a torch_dist checkpoint by name: tensors whole, the rest flattened to leaves.
 
     Args:
         save: Megatron's `--save` folder.
         step: the iteration.
+        excluded: how names begin that are left out.
 
     Returns:
-        Name to tensor or plain value, without `EXCLUDED`.
+        Name to tensor or plain value, without `excluded`.
     """
     folder = save / f"iter_{step:07d}"
     metadata = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
     state: dict[str, Any] = {}
     for name, entry in metadata.items():
-        if name.startswith(EXCLUDED):
+        if name.startswith(excluded):
             continue
         if isinstance(entry, TensorStorageMetadata):
             state[name] = torch.empty(entry.size, dtype=entry.properties.dtype)
@@ -38,22 +39,24 @@ def checkpoint(save: Path, step: int) -> dict[str, Any]:
     common = folder / "common.pt"  # 0.18; from 0.19 on it is the entry common_state
     if common.is_file():
         state |= torch.load(common, map_location="cpu", weights_only=False)
-    return dict(leaf for name, value in state.items() for leaf in _leaves(name.partition("/shard_0_1")[0], value))
+    return dict(
+        leaf for name, value in state.items() for leaf in _leaves(name.partition("/shard_0_1")[0], value, excluded)
+    )
 
 
-def _leaves(name: str, value: Any) -> list[tuple[str, Any]]:
+def _leaves(name: str, value: Any, excluded: tuple[str, ...]) -> list[tuple[str, Any]]:
     if isinstance(value, io.BytesIO):
         value.seek(0)
         value = torch.load(value, weights_only=False)
     name = name.removeprefix("common_state[0].")
-    if name in EXCLUDED:
+    if name in excluded:
         return []
     if name == "args":  # paths and the plugin's own flags are there; of what it counts, this must agree
         return [("consumed_train_samples", value.consumed_train_samples)]
     if isinstance(value, dict):
-        return [leaf for key, item in value.items() for leaf in _leaves(f"{name}.{key}", item)]
+        return [leaf for key, item in value.items() for leaf in _leaves(f"{name}.{key}", item, excluded)]
     if isinstance(value, list | tuple) and not all(isinstance(item, int) for item in value):
-        return [leaf for i, item in enumerate(value) for leaf in _leaves(f"{name}[{i}]", item)]
+        return [leaf for i, item in enumerate(value) for leaf in _leaves(f"{name}[{i}]", item, excluded)]
     if hasattr(value, "__array__"):
         return [(name, torch.as_tensor(value))]
     return [(name, value if isinstance(value, int | float | str | list | tuple | None) else repr(value))]

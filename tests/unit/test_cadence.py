@@ -71,6 +71,35 @@ def test_failures_are_counted_in_a_ledger(tmp_path: Path, capsys: pytest.Capture
     assert json.loads(capsys.readouterr().out)["costs"]["mtbf_s"] == 200 * 3 / 1
 
 
+def test_costs_are_measured_by_the_times_of_a_ledgers_lines(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step takes 2 s, a save 5 s of its own and 0.5 s of each of the two steps after it, a restart 60 s."""
+    now = [1000.0]
+    monkeypatch.setattr(ledger.time, "time", lambda: now[0])
+    info = ledger.RunInfo(mode="act", versions={}, layout={})
+    for resumed in (0, 20, 40):
+        now[0] += 60 if resumed else 0
+        with ledger.Ledger.open(tmp_path, resume_step=resumed, resume_sample=resumed * 8, run_info=info) as book:
+            for step in range(resumed + 1, resumed + 26):
+                now[0] += 2.5 if step % 10 in (2, 3) and step > 10 else 2.0
+                record = StepRecord(
+                    step=step, first_sample=step * 8 - 8, samples=8, tokens=1.0, loss=1.0, grad_norm=1.0
+                )
+                book.write(record, Decision(step=step, action=Action.APPLY, advised=Action.APPLY, reason=""))
+                if step % 10 == 0:
+                    book.saving(step)
+                    now[0] += 5.0
+    assert cadence_command.run(["--ledger", str(tmp_path), "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    costs = document["costs"]
+    assert (costs["save_s"], costs["interference_s"], costs["restart_s"]) == (5.0, 1.0, 60.0)
+    assert costs["mtbf_s"] == pytest.approx((3 * (25 * 2.0 + 2 * 5.0) + 5 * 2 * 0.5) / 2, abs=2)
+    assert document["intervals"]["daly"]["steps"] == round(document["intervals"]["daly"]["seconds"] / 2)
+    with pytest.raises(UsageError, match="--save-seconds"):
+        cadence_command.run(["--mtbf-hours", "8"])
+
+
 @pytest.mark.parametrize(
     ("extra", "named"),
     [
