@@ -12,16 +12,18 @@ import time
 from argparse import Namespace
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 from megatron.training import print_rank_0
+from torch.distributed.checkpoint import CheckpointException
 
 from megatron_stability.config import StabilityConfig
 from megatron_stability.errors import UsageError
 from megatron_stability.megatron import install_digest, optimizer_state, rank_state, resume, training_args
+from megatron_stability.megatron.failed_save import Failure, SaveError, attempt, tell
 from megatron_stability.record import generations, manifest
 from megatron_stability.record.manifest import FileEntry, Manifest
 
@@ -39,6 +41,7 @@ class Checkpoints:
         self._optimizer: Any = None
         self._states: tuple[str, ...] = ()
         self._bad_tensor: str | None = None
+        self._unwritten: Failure | None = None  # of the save that goes on
         self._hashes: dict[str, str] | None = None
         self._completing: ThreadPoolExecutor | None = None
         self._pending: list[Future[None]] = []
@@ -81,7 +84,29 @@ class Checkpoints:
         if request is None:
             self._complete_now(folder, draft)
         else:
+            request.finalize_fns[:] = [self.survives_a_full_disk(each) for each in request.finalize_fns]
             request.add_finalize_fn(partial(self._complete_later, folder, draft, self._bad_tensor))
+
+    def survives_a_full_disk[**P, T](self, write: Callable[P, T]) -> Callable[P, T | None]:
+        """Let training go on where Megatron's writer failed, which it tells every rank by an exception on each.
+
+        Args:
+            write: Megatron's own writing, or the end of it.
+
+        Returns:
+            The same, but that a failed write is remembered, and returns None.
+        """
+
+        @wraps(write)
+        def guarded(*args: P.args, **kwargs: P.kwargs) -> T | None:
+            try:
+                return write(*args, **kwargs)
+            except CheckpointException as error:
+                whose = {rank: f"rank {rank}: {reason}" for rank, (reason, _) in error.failures.items()}
+                self._unwritten = Failure(next(iter(whose.values()), "another rank could not write"), no_space=True)
+                return None
+
+        return guarded if self._on else write
 
     def moves_tracker(self) -> bool:
         """Whether the tracker file is ours to move: it names a step only after that step's marker."""
@@ -124,7 +149,9 @@ class Checkpoints:
         return manifest.hash_files(folder, names, threads=self._config.checkpoint.threads, sync=True)
 
     def _complete_now(self, folder: Path, draft: Manifest) -> None:
-        share, failure = _attempt(lambda: self._hash_share(folder, dist.get_rank(), dist.get_world_size()))
+        share, failure = None, self._take_unwritten()
+        if failure is None:
+            share, failure = attempt(lambda: self._hash_share(folder, dist.get_rank(), dist.get_world_size()))
         shares: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(shares, (share, failure, self._bad_tensor))
         failure = next((each for _, each, _ in shares if each is not None), None)
@@ -132,15 +159,24 @@ class Checkpoints:
             files = {name: entry for part, _, _ in shares for name, entry in (part or {}).items()}
             bad = next((name for _, _, name in shares if name is not None), None)
             if failure is None:
-                _, failure = _attempt(lambda: self._finish(folder, draft.model_copy(update={"files": files}), bad))
-            self._tell(folder, failure)
+                _, failure = attempt(lambda: self._finish(folder, draft.model_copy(update={"files": files}), bad))
+            tell(folder, failure)
 
     def _complete_later(self, folder: Path, draft: Manifest, bad_tensor: str | None) -> None:
         if self._completing is None:
             self._completing = ThreadPoolExecutor(1, thread_name_prefix="checkpoint completion")
         self._raise_what_a_thread_raised()
+        unwritten = self._take_unwritten()
+        if unwritten is not None:  # on every rank, so none waits for another's share
+            if dist.get_rank() == 0:
+                tell(folder, unwritten)
+            return
         work = self._completing.submit(self._complete_in_thread, folder, draft, bad_tensor, dist.get_rank())
         self._pending.append(work)
+
+    def _take_unwritten(self) -> Failure | None:
+        taken, self._unwritten = self._unwritten, None
+        return taken
 
     def _raise_what_a_thread_raised(self) -> None:
         for work in [work for work in self._pending if work.done()]:
@@ -148,15 +184,15 @@ class Checkpoints:
             work.result()
 
     def _complete_in_thread(self, folder: Path, draft: Manifest, bad_tensor: str | None, rank: int) -> None:
-        share, failure = _attempt(lambda: self._hash_share(folder, rank, draft.layout["world_size"]))
+        share, failure = attempt(lambda: self._hash_share(folder, rank, draft.layout["world_size"]))
         entries = {name: entry.model_dump() for name, entry in (share or {}).items()}
         text = json.dumps({"files": entries, "failure": failure, "bad_tensor": bad_tensor}).encode()
-        _, unwritten = _attempt(lambda: manifest.write_atomically(folder / _SHARE.format(rank=rank), text))
+        _, unwritten = attempt(lambda: manifest.write_atomically(folder / _SHARE.format(rank=rank), text))
         if rank == 0:
-            _, failure = _attempt(lambda: self._gather(folder, draft)) if unwritten is None else (None, unwritten)
-            self._tell(folder, failure)
+            _, failure = attempt(lambda: self._gather(folder, draft)) if unwritten is None else (None, unwritten)
+            tell(folder, failure)
         elif unwritten is not None:
-            self._tell(folder, unwritten)
+            tell(folder, unwritten._replace(no_space=False))  # the folder is rank 0's to remove
 
     def _gather(self, folder: Path, draft: Manifest) -> None:
         """Rank 0's thread: every rank's share, then the manifest."""
@@ -171,7 +207,7 @@ class Checkpoints:
             path.unlink()
         failure = next((share["failure"] for share in shares if share["failure"]), None)
         if failure is not None:
-            raise UsageError(failure)
+            raise SaveError(Failure(*failure))
         files = {name: FileEntry(**entry) for share in shares for name, entry in share["files"].items()}
         bad = next((share["bad_tensor"] for share in shares if share["bad_tensor"]), None)
         self._finish(folder, draft.model_copy(update={"files": files}), bad)
@@ -187,10 +223,6 @@ class Checkpoints:
         if self._config.checkpoint.keep:
             for gone in generations.retire(folder.parent, self._config.checkpoint.keep):
                 print(f"> megatron-stability: {gone.name} was deleted (--stability-checkpoint-keep)", flush=True)
-
-    def _tell(self, folder: Path, failure: str | None) -> None:
-        if failure is not None:
-            print(f"> megatron-stability: {folder.name} does not count as a checkpoint: {failure}", flush=True)
 
     # --- load -------------------------------------------------------------------------------------------------------
 
@@ -265,13 +297,3 @@ class Checkpoints:
             return False
         same = self._resumed.layout == rank_state.layout_of(self._args)
         return same and rank_state.KEY in self._resumed.states
-
-
-def _attempt[T](work: Callable[[], T]) -> tuple[T | None, str | None]:
-    """The result, or what went wrong with a file: a full disk ends this checkpoint, not the run."""
-    try:
-        return work(), None
-    except OSError as error:
-        return None, f"{error.filename or 'a file'}: {error.strerror or error}"
-    except UsageError as error:
-        return None, str(error)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from argparse import ArgumentParser, Namespace
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from megatron_stability.errors import UsageError
@@ -145,6 +145,11 @@ def load_checkpoint_state(state_dict: dict[str, Any]) -> None:
     """`training/checkpointing.py load_checkpoint`: the inverse."""
     if _runtime is not None:
         _runtime.load_checkpoint_state(state_dict)
+
+
+def checkpoint_write[**P, T](write: Callable[P, T]) -> Callable[P, T | None]:
+    """`save_checkpoint`: what writes the files, such that a full disk does not end the run."""
+    return write if _runtime is None else _runtime.checkpoints.survives_a_full_disk(write)
 
 
 def checkpoint_saved(save_dir: str, iteration: int, async_save_request: Any) -> None:

@@ -63,6 +63,7 @@ def flip(path: Path) -> None:
 def test_the_next_older_is_used_where_a_file_of_either_rank_is_bad(
     patched_ranks: Pool, tmp_path: Path, file: str
 ) -> None:
+    """Megatron-LM#4378: a checkpoint is verified before it is believed."""
     make(tmp_path, 5)
     flip(make(tmp_path, 10) / file)
     generations.write_tracker(tmp_path, 10)
@@ -89,6 +90,7 @@ def test_a_step_that_is_asked_for_is_not_replaced_by_another(patched_ranks: Pool
 
 
 def test_missing_or_empty_stops_unless_a_fresh_start_is_allowed(patched_ranks: Pool, tmp_path: Path) -> None:
+    """Megatron-Bridge#1649, verl#7952: a path without a checkpoint must not mean random weights."""
     for root in (tmp_path / "missing", tmp_path):
         assert "--stability-checkpoint-allow-fresh-start" in ask(patched_ranks, root)
         assert ask(patched_ranks, root, {"allow_fresh_start": True}) is None
@@ -166,6 +168,7 @@ def judge(context: Context) -> dict[str, Any]:
 
 
 def test_loaded_tensors_are_checked_against_what_was_saved_and_against_replicas(patched_ranks: Pool) -> None:
+    """Megatron-LM#1842, #1570: fingerprint and range of each tensor; Megatron-LM#6920: equal over replicas."""
     first, second = patched_ranks.run(judge, world=2)
     assert first["healthy"] is first["replicas"] is first["one bit"] is None
     assert first["generators"]

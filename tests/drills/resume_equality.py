@@ -29,6 +29,7 @@ TOLERANCE = 0.01  # of the loss of a step after a resume on other ranks, relativ
 RERUN = ("rerun_state_machine_state", "rerun_state_machine")  # Megatron's rerun machine counts its own calls
 COUNTED = ("num_floating_point_operations_so_far",)
 STEPS = 6
+SEQUENCE, BYTES_PER_TOKEN = 64, 2  # of jobs.MODEL and resume_runs.make_data
 
 DP2 = ("--use-distributed-optimizer",)
 TP2_PP2 = (*jobs.TP2, *jobs.PP2)
@@ -113,7 +114,11 @@ def run(pool: Pool, case: Case, folder: Path) -> dict[str, Any]:
         {step: found for step, found in resume_runs.by_step(seen).items() if step > case.middle}
         for seen in (first, second)
     ]
-    result: dict[str, Any] = {"steps": f"{case.middle} to {case.steps}", "samples": sum(map(len, samples[0].values()))}
+    result: dict[str, Any] = {
+        "steps": f"{case.middle} to {case.steps}",
+        "samples": sum(map(len, samples[0].values())),
+        "epochs": _epochs(data, steps[0][-1].last_sample),
+    }
     findings = [] if samples[0] == samples[1] != {} else ["other samples"]
     if [step.step for step in steps[1]] != list(range(case.middle + 1, case.steps + 1)):
         findings.append(f"ledger steps {[step.step for step in steps[1]]}")
@@ -128,6 +133,12 @@ def run(pool: Pool, case: Case, folder: Path) -> dict[str, Any]:
         findings += [f"loss {worst:.2g} apart"] if worst > TOLERANCE else []
         result |= {"loss_apart": worst, "ranks": [case.world, world]}
     return result | {"findings": findings}
+
+
+def _epochs(data: Path, samples: int) -> float | None:
+    """Epochs that so many samples are; None with mock data."""
+    tokens = sum(file.stat().st_size for file in data.glob("*.bin")) / BYTES_PER_TOKEN
+    return round(samples * SEQUENCE / tokens, 2) if tokens else None
 
 
 def _kept(flags: tuple[str, ...]) -> tuple[str, ...]:
