@@ -1,8 +1,8 @@
 """Megatron's checkpoints, proven: what a save is completed with, and what a load is checked for.
 
-A save: Megatron writes, then every rank hashes what it wrote, rank 0 writes manifest and marker, and only then moves
-the tracker file. An asynchronous save does the same in a thread of each rank, once Megatron says that all bytes are
-written; the ranks meet in files of the checkpoint's folder, since a thread can't join a collective.
+A save: Megatron writes, then a thread of every rank hashes what it wrote, rank 0's writes manifest and marker, and only
+then moves the tracker file, while training goes on. An asynchronous save begins this once Megatron says that all bytes
+are written. The ranks meet in files of the checkpoint's folder, since a thread can't join a collective.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Checkpoints:
         prints = rank_state.measure(self._model, self._optimizer) if self._model else {}
         self._bad_tensor = next((name for name, each in prints.items() if not each.finite), None)
         if self._args.ckpt_format == "torch_dist":
-            data = {"generators": rank_state.generators(), "tensors": rank_state.packed(prints)}
+            data = {"generators": rank_state.generators()} | rank_state.packed(prints, self._model)
             state_dict[rank_state.KEY] = rank_state.sharded(data)
         self._states = tuple(sorted(set(state_dict) - {"args", "iteration", "checkpoint_version"}))
 
@@ -80,12 +80,12 @@ class Checkpoints:
         if not self._on:
             return
         folder = generations.folder_of(Path(save_dir), iteration)
-        draft = self._draft(iteration)
+        complete = partial(self._complete, folder, self._draft(iteration), self._bad_tensor)
         if request is None:
-            self._complete_now(folder, draft)
+            complete()
         else:
             request.finalize_fns[:] = [self.survives_a_full_disk(each) for each in request.finalize_fns]
-            request.add_finalize_fn(partial(self._complete_later, folder, draft, self._bad_tensor))
+            request.add_finalize_fn(complete)
 
     def survives_a_full_disk[**P, T](self, write: Callable[P, T]) -> Callable[P, T | None]:
         """Let training go on where Megatron's writer failed, which it tells every rank by an exception on each.
@@ -114,13 +114,15 @@ class Checkpoints:
 
     def close(self) -> None:
         """Wait for a completion that still runs."""
+        while self._pending:
+            self._pending.pop(0).result()
         if self._completing is not None:
-            self._completing.shutdown(wait=True)
+            self._completing.shutdown()
             self._completing = None
-            self._raise_what_a_thread_raised()
 
     def halted(self, step: int, reason: str) -> None:
         """Mark what was saved in the last `suspect_steps` steps before a halt."""
+        self.close()  # what is being completed counts too
         window = self._config.checkpoint.suspect_steps
         if not (self._on and window and self._args.save and dist.get_rank() == 0):
             return
@@ -131,15 +133,12 @@ class Checkpoints:
 
     def _draft(self, step: int) -> Manifest:
         args = self._args
-        if self._hashes is None and dist.get_rank() == 0:
-            self._hashes = training_args.hashes(args, self._config)
         return Manifest(
             step=step,
             samples=args.consumed_train_samples,
             tokens=args.consumed_train_samples * args.seq_length,
             layout=rank_state.layout_of(args),
             versions=install_digest.versions(),
-            hashes=self._hashes or {},
             training=training_args.training(args),
             states=self._states,
         )
@@ -148,40 +147,20 @@ class Checkpoints:
         names = manifest.share(manifest.file_names(folder), rank, world)
         return manifest.hash_files(folder, names, threads=self._config.checkpoint.threads, sync=True)
 
-    def _complete_now(self, folder: Path, draft: Manifest) -> None:
-        share, failure = None, self._take_unwritten()
-        if failure is None:
-            share, failure = attempt(lambda: self._hash_share(folder, dist.get_rank(), dist.get_world_size()))
-        shares: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(shares, (share, failure, self._bad_tensor))
-        failure = next((each for _, each, _ in shares if each is not None), None)
-        if dist.get_rank() == 0:
-            files = {name: entry for part, _, _ in shares for name, entry in (part or {}).items()}
-            bad = next((name for _, _, name in shares if name is not None), None)
-            if failure is None:
-                _, failure = attempt(lambda: self._finish(folder, draft.model_copy(update={"files": files}), bad))
-            tell(folder, failure)
-
-    def _complete_later(self, folder: Path, draft: Manifest, bad_tensor: str | None) -> None:
-        if self._completing is None:
-            self._completing = ThreadPoolExecutor(1, thread_name_prefix="checkpoint completion")
-        self._raise_what_a_thread_raised()
-        unwritten = self._take_unwritten()
+    def _complete(self, folder: Path, draft: Manifest, bad_tensor: str | None) -> None:
+        """Begin the completion of what is written, and let training go on."""
+        unwritten, self._unwritten = self._unwritten, None
         if unwritten is not None:  # on every rank, so none waits for another's share
             if dist.get_rank() == 0:
                 tell(folder, unwritten)
             return
-        work = self._completing.submit(self._complete_in_thread, folder, draft, bad_tensor, dist.get_rank())
-        self._pending.append(work)
-
-    def _take_unwritten(self) -> Failure | None:
-        taken, self._unwritten = self._unwritten, None
-        return taken
-
-    def _raise_what_a_thread_raised(self) -> None:
         for work in [work for work in self._pending if work.done()]:
             self._pending.remove(work)
-            work.result()
+            work.result()  # raises what its thread raised
+        if self._completing is None:
+            self._completing = ThreadPoolExecutor(1, thread_name_prefix="checkpoint completion")
+        work = self._completing.submit(self._complete_in_thread, folder, draft, bad_tensor, dist.get_rank())
+        self._pending.append(work)
 
     def _complete_in_thread(self, folder: Path, draft: Manifest, bad_tensor: str | None, rank: int) -> None:
         share, failure = attempt(lambda: self._hash_share(folder, rank, draft.layout["world_size"]))
@@ -210,7 +189,9 @@ class Checkpoints:
             raise SaveError(Failure(*failure))
         files = {name: FileEntry(**entry) for share in shares for name, entry in share["files"].items()}
         bad = next((share["bad_tensor"] for share in shares if share["bad_tensor"]), None)
-        self._finish(folder, draft.model_copy(update={"files": files}), bad)
+        if self._hashes is None:
+            self._hashes = training_args.hashes(self._args, self._config)
+        self._finish(folder, draft.model_copy(update={"files": files, "hashes": self._hashes}), bad)
 
     def _finish(self, folder: Path, whole: Manifest, bad_tensor: str | None) -> None:
         """Manifest, marker, tracker, retention, in this order."""
@@ -278,8 +259,7 @@ class Checkpoints:
             optimizer_state.restore_step(optimizer)
         prints = rank_state.measure(model, optimizer) if self._loaded else rank_state.measure(model, None)
         state = self._loaded_rank_state or {}
-        saved = state.get("tensors") if self._args.save is not None or state else None
-        here = rank_state.complaint(prints, saved) if self._loaded else None
+        here = rank_state.complaint(prints, rank_state.unpacked(state, model)) if self._loaded else None
         replicas = rank_state.check_replicas(model, prints)
         rank_state.agree(here or replicas)
         if "generators" in state:

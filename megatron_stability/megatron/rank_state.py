@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -92,17 +92,29 @@ def measure(model: list[Any], optimizer: Any) -> dict[str, Fingerprint]:
     return fingerprints([*weights(model), *optimizer_tensors(optimizer)])
 
 
-def packed(prints: dict[str, Fingerprint]) -> dict[str, tuple[int, float]]:
-    """As primitives, for a checkpoint."""
-    return {name: (each.bits, each.amax) for name, each in prints.items()}
+def packed(prints: dict[str, Fingerprint], model: list[Any]) -> dict[str, Any]:
+    """Fingerprints as primitives, for a checkpoint, with the kind of device that hashed them."""
+    return {"tensors": {name: (each.bits, each.amax) for name, each in prints.items()}, "hashed_on": _device(model)}
 
 
-def complaint(prints: dict[str, Fingerprint], saved: dict[str, tuple[int, float]] | None) -> str | None:
+def unpacked(state: dict[str, Any], model: list[Any]) -> dict[str, tuple[int | None, float]] | None:
+    """The inverse of `packed`: (bits, amax) by name, bits None where another kind of device hashed; None: not there."""
+    if "tensors" not in state:
+        return None
+    same = state.get("hashed_on") == _device(model)
+    return {name: (bits if same else None, amax) for name, (bits, amax) in state["tensors"].items()}
+
+
+def _device(model: list[Any]) -> str:
+    return next((parameter.device.type for chunk in model for parameter in chunk.parameters()), "")
+
+
+def complaint(prints: dict[str, Fingerprint], saved: Mapping[str, tuple[int | None, float]] | None) -> str | None:
     """What speaks against this rank's loaded tensors.
 
     Args:
         prints: of what was loaded.
-        saved: `packed` when it was saved, by the same rank of the same layout; None: not known.
+        saved: `unpacked`, of the same rank of the same layout; None: not known.
 
     Returns:
         One sentence on the first bad tensor, or None.
@@ -117,7 +129,7 @@ def complaint(prints: dict[str, Fingerprint], saved: dict[str, tuple[int, float]
             return (
                 f"{name} has a largest magnitude of {each.amax:.6g} after the load, and had {was_amax:.6g} when saved"
             )
-        if each.bits != was_bits:
+        if was_bits is not None and each.bits != was_bits:
             return f"{name} differs in its bits from what was saved"
     missing = sorted(set(saved or ()) - set(prints))
     return f"{missing[0]} was saved and is not there after the load" if missing else None

@@ -29,16 +29,20 @@ class Run(NamedTuple):
     weights: dict[str, tuple[bool, torch.Tensor]]
 
 
-def fork_checkpoint_workers() -> None:
-    """Let `--async-save` fork its writer from this rank, which has the imports, not from a fork server without them.
+def fork_checkpoint_helpers() -> None:
+    """Let what Megatron starts for a save be forks of this rank, which has the imports: seconds of CPU for each rank.
 
-    Saves twenty seconds of a rank's life; the rank's process ends with its job, and the replacement with it.
+    The queue of a writer's results is a manager process that stock starts by `spawn`, unless someone asked for it
+    before; the writer of `--async-save` comes from a fork server. The rank's process ends with its job, and the
+    replacement of the latter with it.
     """
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
     from megatron.training import async_utils, initialize
 
     def forked(rank: int, mp_mode: str) -> None:
         async_utils.init_persistent_async_worker(rank, "fork")
 
+    filesystem_async.get_write_results_queue("fork")
     initialize.init_persistent_async_worker = forked
 
 
@@ -49,6 +53,8 @@ def train(context: Context, *flags: str) -> Run:
     from megatron.training.argument_utils import pretrain_cfg_container_from_args
     from megatron.training.arguments import parse_and_validate_args
 
+    if "--save" in flags:
+        fork_checkpoint_helpers()
     sys.argv = ["pretrain", *FLAGS, *cpu.FLAGS, *flags]
     losses: list[float] = []
     chunks: list[torch.nn.Module] = []

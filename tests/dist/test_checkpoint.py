@@ -23,7 +23,6 @@ def train(context: Context, *flags: str) -> tuple[Any, dict[str, Any]]:
     """A run with the plugin; also the generators as they stand at its end. A refusal comes back as its exit code."""
     from megatron_stability.megatron import rank_state, seams
 
-    small_gpt.fork_checkpoint_workers()
     try:
         run = small_gpt.train(context, *flags)
         state = rank_state.generators()

@@ -143,7 +143,11 @@ def judge(context: Context) -> dict[str, Any]:
     torch.manual_seed(0)
     model = [torch.nn.Linear(8, 8)]
     prints = rank_state.measure(model, None)
-    saved = rank_state.packed(prints)
+    state = rank_state.packed(prints, model)
+    saved = rank_state.unpacked(state, model)
+    other = rank_state.unpacked(state | {"hashed_on": "cuda"}, model)
+    assert saved is not None
+    assert other == {name: (None, amax) for name, (_, amax) in saved.items()}
     said = {"healthy": rank_state.complaint(prints, saved), "replicas": rank_state.check_replicas(model, prints)}
     state = rank_state.generators()
     torch.rand(3)

@@ -20,8 +20,7 @@ from typing import Any, Literal
 from megatron_stability.act import fates
 from megatron_stability.record import generations, ledger
 from megatron_stability.records import Decision, StepRecord
-from tests.dist import small_gpt
-from tests.dist.pool import Context, Pool
+from tests.dist.pool import Pool
 from tests.drills.resume_runs import ASYNC
 from tests.e2e import jobs
 
@@ -68,12 +67,6 @@ def _ballast(file: Path, full: bool) -> None:
     file.write_bytes(bytes(state.f_bavail * state.f_frsize - LEFT))
 
 
-def train(context: Context, flags: tuple[str, ...], probe: FullDisk) -> tuple[int, list[Any]]:
-    """`jobs.train` with a checkpoint worker that is a fork."""
-    small_gpt.fork_checkpoint_workers()
-    return jobs.train(context, flags, probe)
-
-
 def run(pool: Pool, folder: Path, limit: Limit, how: tuple[str, ...] = ()) -> dict[str, Any]:
     """The run, and what it left.
 
@@ -88,7 +81,7 @@ def run(pool: Pool, folder: Path, limit: Limit, how: tuple[str, ...] = ()) -> di
     """
     save = folder / "run"
     flags = (*FLAGS, *how, "--save", str(save))
-    answers = pool.run(train, flags, FullDisk(str(folder), limit), world=2, timeout=200)
+    answers = pool.run(jobs.train, flags, FullDisk(str(folder), limit), world=2, timeout=200)
     view = ledger.read(save / "stability")
     return {
         "codes": [code for code, _ in answers],

@@ -62,7 +62,6 @@ def train(context: Context, folder: str, harm: Harm | None, flags: Sequence[str]
         os.setpgid(0, 0)
         harm(Path(folder), pids)
         os._exit(0)
-    small_gpt.fork_checkpoint_workers()
     try:
         small_gpt.train(context, *SMALL, *RUN, "--save", folder, "--load", folder, *flags)
     except SystemExit as end:  # --exit-interval

@@ -159,9 +159,9 @@ def _order(case: Case, first: list[Seen], second: list[Seen]) -> list[str]:
 
 
 def _lines(first: list[Any], second: list[Any]) -> list[str]:
-    """Ledger lines after the middle, all but the generation."""
+    """Ledger lines after the middle, all but generation and time."""
     pairs = zip(first, second, strict=False)
-    texts = [[step.model_dump_json(exclude={"generation"}) for step in pair] for pair in pairs]
+    texts = [[step.model_dump_json(exclude={"generation", "time"}) for step in pair] for pair in pairs]
     return [f"ledger line of step {first[at].step}" for at, (one, two) in enumerate(texts) if one != two]
 
 

@@ -65,7 +65,7 @@ def train(context: Context, flags: tuple[str, ...], mock: bool) -> Seen:
     base = tuple(word for word in jobs.command_line(()) if mock or word != "--mock-data")
     sys.argv = ["megatron-stability pretrain", *base, *flags]
     samples: list[tuple[int, str]] = []
-    small_gpt.fork_checkpoint_workers()
+    small_gpt.fork_checkpoint_helpers()
     try:
         pretrain.main(model_provider=partial(_watched_model, samples))
         code = 0

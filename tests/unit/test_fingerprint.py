@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -16,18 +17,19 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.flo
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_every_single_bit_counts(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("hashed", [fingerprint.bits, fingerprint.mixed])
+def test_every_single_bit_counts(hashed: Callable[[torch.Tensor], torch.Tensor], dtype: torch.dtype) -> None:
     tensor = torch.randn(37, generator=torch.Generator().manual_seed(0)).mul(8).abs().to(dtype)
-    before = int(fingerprint.bits(tensor))
+    before = int(hashed(tensor))
     raw = tensor.view(torch.uint8)
     seen = {before}
     for place in range(raw.numel()):
         for bit in range(8):
             raw[place] ^= 1 << bit
-            seen.add(int(fingerprint.bits(tensor)))
+            seen.add(int(hashed(tensor)))
             raw[place] ^= 1 << bit
     assert len(seen) == 1 + raw.numel() * 8
-    assert int(fingerprint.bits(tensor)) == before
+    assert int(hashed(tensor)) == before
 
 
 @settings(deadline=None)
@@ -36,16 +38,17 @@ def test_order_and_length_count(values: list[int], data: st.DataObject) -> None:
     tensor = torch.tensor(values, dtype=torch.float32)
     shuffled = torch.tensor(data.draw(st.permutations(values)), dtype=torch.float32)
     same = torch.equal(tensor, shuffled)
-    assert (int(fingerprint.bits(tensor)) == int(fingerprint.bits(shuffled))) is same
-    assert int(fingerprint.bits(tensor)) != int(fingerprint.bits(torch.cat([tensor, torch.zeros(1)])))
+    for hashed in (fingerprint.bits, fingerprint.mixed):
+        assert (int(hashed(tensor)) == int(hashed(shuffled))) is same
+        assert int(hashed(tensor)) != int(hashed(torch.cat([tensor, torch.zeros(1)])))
 
 
 def test_chunks_do_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
     tensor = torch.randn(1000, generator=torch.Generator().manual_seed(0))
-    whole = int(fingerprint.bits(tensor))
-    monkeypatch.setattr(fingerprint, "CHUNK_CPU", 7)
-    assert int(fingerprint.bits(tensor)) == whole
-    assert int(fingerprint.bits(tensor.view(10, 100).t().contiguous().t())) == whole  # strides do not matter
+    whole = int(fingerprint.mixed(tensor))
+    monkeypatch.setattr(fingerprint, "CHUNK", 7)
+    assert int(fingerprint.mixed(tensor)) == whole
+    assert int(fingerprint.mixed(tensor.view(10, 100).t().contiguous().t())) == whole  # strides do not matter
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
