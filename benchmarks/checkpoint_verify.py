@@ -4,8 +4,9 @@
 
 Throughput: `manifest.hash_files` over one to N threads, against one thread of xxh3-128 and of SHA-256 over the same
 bytes in memory, `sha256sum` and (where installed) `xxhsum`, and bare reading, all on the same files in the page cache.
-Each figure is the best of five rounds. --save: a real run of Megatron on one rank of the CPU backend; our calls' share
-of the time that the training loop spends in `save_checkpoint`, synchronous, and of the run, asynchronous.
+Each figure is the best of five rounds. --save: real runs of Megatron on one rank of the CPU backend, three saves each.
+Synchronous: our calls' share of `save_checkpoint`. Asynchronous: our calls on the training thread (fingerprints, and
+the start of the thread that completes) as a share of one step of 4096 tokens. Medians; the thread's own time is beside.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import os
 import shutil
 import statistics
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -33,6 +35,10 @@ from megatron_stability.record import manifest
 
 FILES = 16
 ROUNDS = 5
+OURS = {"sync": ("add_state", "saved"), "async": ("add_state", "saved", "_complete")}  # sync: `saved` calls the third
+IN_A_THREAD = "_complete_in_thread"
+FEW_TOKENS = ("--seq-length", "128", "--global-batch-size", "1")
+TOKENS_4096 = ("--seq-length", "1024", "--global-batch-size", "4")
 ASYNC = ("--async-save", "--use-persistent-ckpt-worker", "--async-strategy", "mcore")
 
 
@@ -85,7 +91,7 @@ def throughput(megabytes: int, folder: Path) -> dict[str, float]:
 
 
 def save_shares(hidden_size: int, how: tuple[str, ...], pipe: Any) -> None:
-    """In a process of its own: train, and send (seconds in save_checkpoint, of them in our calls, seconds a step)."""
+    """In a process of its own: train, and send the seconds of each save, of our part in it, and of each step."""
     from megatron_stability.megatron.launch import Job
 
     os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
@@ -95,15 +101,17 @@ def save_shares(hidden_size: int, how: tuple[str, ...], pipe: Any) -> None:
     from megatron_stability.megatron import cpu, seams
     from megatron_stability.megatron import pretrain as gpt
 
-    spent = {"save": [], "ours": []}
+    spent: dict[str, list[float]] = {}
 
     def timed(work: Callable[..., Any], name: str) -> Callable[..., Any]:
+        seen = spent.setdefault(name, [])
+
         def call(*args: Any, **kwargs: Any) -> Any:
             began = time.perf_counter()
             try:
                 return work(*args, **kwargs)
             finally:
-                spent[name].append(time.perf_counter() - began)
+                seen.append(time.perf_counter() - began)
 
         return call
 
@@ -111,48 +119,60 @@ def save_shares(hidden_size: int, how: tuple[str, ...], pipe: Any) -> None:
         runtime = seams.installed()
         assert runtime is not None
         ours = runtime.checkpoints
-        for method in ("add_state", "saved", "_complete_later"):
-            setattr(ours, method, timed(getattr(ours, method), "ours"))
-
-    import sys
+        for method in (*OURS["async"], IN_A_THREAD):
+            setattr(ours, method, timed(getattr(ours, method), method))
 
     with tempfile.TemporaryDirectory() as folder:
         sys.argv = ["benchmark", *cpu.FLAGS, *flags(hidden_size, folder), *how]
-        training.save_checkpoint = timed(training.save_checkpoint, "save")
-        began = time.perf_counter()
+        for name in ("save_checkpoint", "train_step"):
+            setattr(training, name, timed(getattr(training, name), name))
         gpt.main(on_arguments=watch)
-        wall = time.perf_counter() - began
         size = sum(path.stat().st_size for path in Path(folder).rglob("*.distcp")) / 1e6
         seams.uninstall()
-    pipe.send({"save": spent["save"], "ours": spent["ours"], "wall": wall, "mb": size})
+    pipe.send(spent | {"mb": size})
 
 
 def flags(hidden_size: int, folder: str) -> list[str]:
     """Megatron's flags of the measured run."""
     return [
-        *("--num-layers", "4", "--hidden-size", str(hidden_size), "--num-attention-heads", "8", "--seq-length", "256"),
-        *("--max-position-embeddings", "256", "--micro-batch-size", "1", "--global-batch-size", "2", "--lr", "1e-4"),
-        *("--train-iters", "9", "--mock-data", "--vocab-size", "8191", "--eval-iters", "0", "--bf16"),
+        *(
+            "--num-layers",
+            "4",
+            "--hidden-size",
+            str(hidden_size),
+            "--num-attention-heads",
+            "8",
+            "--micro-batch-size",
+            "1",
+        ),
+        *("--max-position-embeddings", "1024", "--micro-batch-size", "1", "--lr", "1e-4", "--train-iters", "6"),
+        *("--vocab-size", "8191", "--eval-iters", "0", "--bf16", "--mock-data"),
         *("--eval-interval", "1000", "--log-interval", "1000", "--num-workers", "0", "--seed", "7"),
-        *("--save", folder, "--save-interval", "3", "--ckpt-format", "torch_dist", "--position-embedding-type", "rope"),
+        *("--save", folder, "--save-interval", "2", "--ckpt-format", "torch_dist", "--position-embedding-type", "rope"),
     ]
 
 
 def shares(hidden_size: int) -> dict[str, float]:
-    """Our share of a synchronous save, and our milliseconds on the critical path of an asynchronous one."""
+    """Our share of a synchronous save, and our part on the training thread of an asynchronous one."""
     result = {}
-    for name, how in (("sync", ()), ("async", ASYNC)):
+    for name, how in (("sync", FEW_TOKENS), ("async", (*TOKENS_4096, *ASYNC))):
         ours, theirs = mp.get_context("spawn").Pipe()
         process = mp.get_context("spawn").Process(target=save_shares, args=(hidden_size, how, theirs))
         process.start()
         theirs.close()
         seen = ours.recv()
         process.join(60)
-        result[f"{name}: checkpoint, MB"] = seen["mb"] / len(seen["save"])
-        result[f"{name}: save_checkpoint, s"] = statistics.median(seen["save"])
-        result[f"{name}: of it ours, s"] = sum(seen["ours"]) / len(seen["save"])
-        result[f"{name}: ours, % of a save"] = 100 * sum(seen["ours"]) / sum(seen["save"])
-        result[f"{name}: ours, % of the run"] = 100 * sum(seen["ours"]) / seen["wall"]
+        parts = list(map(sum, zip(*(seen[method] for method in OURS[name]), strict=True)))
+        result[f"{name}: checkpoint, MB"] = seen["mb"] / len(parts)
+        result[f"{name}: save_checkpoint, s"] = statistics.median(seen["save_checkpoint"])
+        result[f"{name}: of it ours, ms"] = 1e3 * statistics.median(parts)
+        result[f"{name}: ours in a thread, ms"] = 1e3 * statistics.median(seen[IN_A_THREAD])
+        result[f"{name}: a step, s"] = step = statistics.median(seen["train_step"])
+        if name == "sync":
+            pairs = zip(parts, seen["save_checkpoint"], strict=True)
+            result["sync: ours, % of a save"] = statistics.median(100 * part / whole for part, whole in pairs)
+        else:
+            result["async: ours, % of a step"] = 100 * statistics.median(parts) / step
     return result
 
 
@@ -177,7 +197,7 @@ def main() -> None:
     table.add_column("reading")
     table.add_column("", justify="right")
     for name, value in (result["MB/s"] | result.get("save", {})).items():
-        table.add_row(name, f"{value:,.1f}")
+        table.add_row(name, f"{value:,.2f}" if value < 10 else f"{value:,.0f}")
     for name in ("verify / read", "verify / (fastest hash x cpus)"):
         table.add_row(name, f"{result[name]:.2f}")
     Console().print(table)

@@ -1,6 +1,6 @@
 """Death of every rank at random moments around saves of a real run, and what can be resumed from.
 
-    python -m tests.drills.kill_around_save --kills 60 --moments 0 --out docs/drills/kill_around_save.json
+    python -m tests.drills.kill_around_save --kills 30 --seed 1
 
 Kills: one chain for synchronous saves and one for asynchronous ones, saving at every step. Every rank's process group
 (the rank, its checkpoint worker, its fork server) gets SIGKILL at a random moment: up to `WINDOW_S` after a save began,
@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import random
 import shutil
@@ -37,6 +38,7 @@ from tests.dist.conftest import patched_megatron_on_cpu
 from tests.dist.pool import Context, Pool, RankDied
 
 ASYNC = ("--async-save", "--use-persistent-ckpt-worker", "--async-strategy", "mcore")
+HOW: dict[str, tuple[str, ...]] = {"sync": (), "async": ASYNC}
 RUN = (
     *("--train-iters", "1000", "--ckpt-format", "torch_dist", "--save-interval", "1", "--global-batch-size", "4"),
     *("--use-distributed-optimizer", "--hidden-dropout", "0.1", "--attention-dropout", "0.1"),
@@ -142,14 +144,24 @@ def _judge(copy: Path) -> dict[str, Any]:
     return left | {"findings": findings}
 
 
-def chain(pool: Pool, folder: Path, kills: int, seed: int, how: Sequence[str] = (), world: int = 2) -> dict[str, Any]:
-    """Kill and resume `kills` times, go on to an end, and judge.
+def chain(
+    pool: Pool,
+    folder: Path,
+    kills: int,
+    seed: int,
+    how: Sequence[str] = (),
+    world: int = 2,
+    seconds: float = math.inf,
+) -> dict[str, Any]:
+    """Kill and resume `kills` times, or for so many seconds, go on to an end, and judge.
 
     Returns:
         Each death with what it left and where the next run resumed, and the end's verdicts.
     """
-    chosen, deaths = random.Random(seed), []
+    chosen, deaths, began = random.Random(seed), [], time.monotonic()
     for number in range(kills):
+        if time.monotonic() - began > seconds:
+            break
         when = moment(chosen)
         try:
             pool.run(train, str(folder), partial(kill, *when), tuple(how), world=world, timeout=400)
@@ -171,7 +183,8 @@ def chain(pool: Pool, folder: Path, kills: int, seed: int, how: Sequence[str] = 
     last_folders = [generations.folder_of(root, end) for root in (folder, straight)]
     said, equal = compare_checkpoints.compare(*last_folders, bitwise=True)
     return {
-        "kills": kills,
+        "kills": len(deaths),
+        "seed": seed,
         "from_newest_whole": all(death["newest_whole"] == death["resumed_from"] for death in deaths),
         "newest_was": dict(Counter(death["newest_was"] for death in deaths)),
         "audit": [finding.message for finding in fates.audit(view)],
@@ -214,32 +227,39 @@ def passed(result: dict[str, Any]) -> bool:
 
 
 def main() -> int:
-    """Half of the moments and kills with synchronous saves, half with asynchronous ones."""
+    """Chains of kills, and stopped moments where asked for; each result is added to what the file holds."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--moments", type=int, default=0, help="stopped and copied, in all")
-    parser.add_argument("--kills", type=int, default=60, help="in all")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--saves", choices=HOW, nargs="+", default=list(HOW), help="kinds of save (default: both)")
+    parser.add_argument("--kills", type=int, default=30, help="in one chain, of each kind")
+    parser.add_argument("--moments", type=int, default=0, help="stopped and copied, of each kind")
+    parser.add_argument("--seconds", type=float, default=3600.0, help="after so long a chain goes to its end")
+    parser.add_argument("--seed", type=int, default=0, help="another one for another chain")
     parser.add_argument("--out", type=Path, default=Path("docs/drills/kill_around_save.json"))
     options = parser.parse_args()
-    pool, results = Pool(patched_megatron_on_cpu), {}
-    right = True
+    results = json.loads(options.out.read_text()) if options.out.exists() else {}
+    pool, right = Pool(patched_megatron_on_cpu), True
     try:
-        for name, how in (("sync", ()), ("async", ASYNC)):
+        for name in options.saves:
+            entry = results.setdefault(name, {"killed": [], "stopped": []})
             with tempfile.TemporaryDirectory() as folder:
-                root, results[name] = Path(folder), {}
+                root = Path(folder)
                 if options.kills:
-                    killed = chain(pool, root / "killed", options.kills // 2, options.seed, how)
-                    results[name]["killed"], right = killed, right and passed(killed)
-                    options.out.write_text(json.dumps(results, indent=1) + "\n")
+                    killed = chain(
+                        pool, root / "killed", options.kills, options.seed, HOW[name], seconds=options.seconds
+                    )
+                    entry["killed"].append(killed)
+                    right = right and passed(killed)
                 if options.moments:
-                    stopped = moments(pool, root / "stopped", options.moments // 2, options.seed, how)
-                    results[name]["stopped"], right = stopped, right and not stopped["bad"]
-                    options.out.write_text(json.dumps(results, indent=1) + "\n")
+                    stopped = moments(pool, root / "stopped", options.moments, options.seed, HOW[name])
+                    entry["stopped"].append(stopped)
+                    right = right and not stopped["bad"]
+            options.out.write_text(json.dumps(results, indent=1) + "\n")
     finally:
         pool.close()
-    for name, result in results.items():
-        for kind, parts in result.items():
-            print(name, kind, {key: value for key, value in parts.items() if key not in ("each", "deaths")})
+    for name, entry in results.items():
+        for kind, parts in entry.items():
+            for part in parts:
+                print(name, kind, {key: value for key, value in part.items() if key not in ("each", "deaths")})
     return 0 if right else 1
 
 
