@@ -67,7 +67,10 @@ class Checkpoints:
         folder = generations.folder_of(Path(self._args.save), state_dict["iteration"])
         if dist.get_rank() == 0 and folder.is_dir():
             generations.set_aside(folder)
+        if dist.get_rank() == 0 and folder.is_dir():
             manifest.begin(folder)
+            for stale in folder.glob(_SHARE.format(rank="*")):  # of a save that was killed; a new one comes after this
+                stale.unlink()
         prints = rank_state.measure(self._model, self._optimizer) if self._model else {}
         self._bad_tensor = next((name for name, each in prints.items() if not each.finite), None)
         if self._args.ckpt_format == "torch_dist":
@@ -215,6 +218,7 @@ class Checkpoints:
         """
         if not self._on or load_dir is None:
             return
+        self.close()  # a checkpoint that is being completed may be the newest
         self._ckpt_step = getattr(self._args, "ckpt_step", None)
         self._resumed = resume.choose(Path(load_dir), self._args, self._config.checkpoint)
         if self._resumed is None:
