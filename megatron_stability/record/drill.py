@@ -89,7 +89,7 @@ DAMAGES: dict[str, Callable[[Path], str]] = {
     "missing shard": _missing,
     "truncated file": _truncated,
     "unfinished save": _unfinished,
-    "suspect": _suspect,
+    "rewind past a suspect": _suspect,
 }
 
 

@@ -209,6 +209,25 @@ def test_a_failed_strict_load_is_not_repeated_leniently(patched_ranks: Pool) -> 
     assert allowed == "goes on"
 
 
+def save_again(context: Context, root: str) -> list[str]:
+    """What is left of a killed save of step 5 when the step is about to be saved again."""
+    from megatron_stability import config
+    from megatron_stability.megatron.checkpoint import Checkpoints
+
+    checkpoints = Checkpoints(config.StabilityConfig(), Namespace(save=root, ckpt_format="torch"))
+    checkpoints.add_state({"iteration": 5})
+    return sorted(path.name for path in generations.folder_of(Path(root), 5).iterdir())
+
+
+def test_what_a_killed_save_left_is_not_taken_for_the_next_ones(patched_ranks: Pool, tmp_path: Path) -> None:
+    folder = make(tmp_path, 5)
+    for name in (".stability-share-0.json", ".stability-share-11.json"):
+        (folder / name).write_text("{}")
+    before = {path.name for path in folder.iterdir()}
+    (left,) = patched_ranks.run(save_again, str(tmp_path), world=1)
+    assert before - set(left) == {".stability-share-0.json", ".stability-share-11.json", manifest.MARKER}
+
+
 def data_hashes(context: Context, prefix: str) -> dict[str, str]:
     from megatron_stability import config
     from megatron_stability.megatron import training_args

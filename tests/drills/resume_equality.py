@@ -40,6 +40,7 @@ RAMP = (
     *("--rampup-batch-size", "4", "4", "24", "--global-batch-size", "12", "--train-samples", "60"),
     *("--lr-warmup-iters", "0", "--lr-warmup-samples", "8", "--lr-decay-samples", "60"),
 )
+TAU = ("--stability-qk-clip-tau", "0.1")  # below the logits of a fresh model, so that it clips
 NO_DROPOUT = ("--hidden-dropout", "0", "--attention-dropout", "0")
 RESHARDABLE = ("--dist-ckpt-optim-fully-reshardable",)
 
@@ -72,7 +73,7 @@ CASES = {
     "blended data, two loader workers": Case(flags=(*DP2, "--num-workers", "2"), data="blend"),
     "batch-size ramp-up": Case(flags=(*DP2, *RAMP), steps=7, middle=4),
     "FP8, emulated, delayed scaling": Case(flags=(*DP2, "--stability-fp8-emulate", "delayed")),
-    "QK-clip, Muon, TP2": Case(flags=(*jobs.TP2, *MUON, "--stability-qk-clip-enabled", "true")),
+    "QK-clip, Muon, TP2": Case(flags=(*jobs.TP2, *MUON, "--stability-qk-clip-enabled", "true", *TAU)),
     "legacy torch format, TP2": Case(flags=(*jobs.TP2, "--ckpt-format", "torch"), readable=False),
     "fp16": Case(flags=(*DP2, "--fp16", "--initial-loss-scale", "65536", "--loss-scale-window", "2")),
     "0.18.2: TP2 × PP2": Case(flags=TP2_PP2, world=4, release="0.18.2"),
