@@ -135,14 +135,13 @@ class Checkpoints:
                 print_rank_0(f"> megatron-stability: {each.folder.name} is marked suspect")
 
     def _draft(self, step: int) -> Manifest:
+        """What changes from save to save; the thread adds the rest."""
         args = self._args
         return Manifest(
             step=step,
             samples=args.consumed_train_samples,
             tokens=args.consumed_train_samples * args.seq_length,
             layout=rank_state.layout_of(args),
-            versions=install_digest.versions(),
-            training=training_args.training(args),
             states=self._states,
         )
 
@@ -194,7 +193,8 @@ class Checkpoints:
         bad = next((share["bad_tensor"] for share in shares if share["bad_tensor"]), None)
         if self._hashes is None:
             self._hashes = training_args.hashes(self._args, self._config)
-        self._finish(folder, draft.model_copy(update={"files": files, "hashes": self._hashes}), bad)
+        known = {"versions": install_digest.versions(), "training": training_args.training(self._args)}
+        self._finish(folder, draft.model_copy(update=known | {"files": files, "hashes": self._hashes}), bad)
 
     def _finish(self, folder: Path, whole: Manifest, bad_tensor: str | None) -> None:
         """Manifest, marker, tracker, retention, in this order."""
