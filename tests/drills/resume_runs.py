@@ -62,8 +62,8 @@ def train(context: Context, flags: tuple[str, ...], mock: bool) -> Seen:
     """Train on this rank; flags win over `jobs.MODEL`."""
     from megatron_stability.megatron import pretrain, seams
 
-    base = tuple(word for word in jobs.command_line(()) if mock or word != "--mock-data")
-    sys.argv = ["megatron-stability pretrain", *base, *flags]
+    words = [word for word in jobs.command_line(flags) if mock or word != "--mock-data"]
+    sys.argv = ["megatron-stability pretrain", *words]
     samples: list[tuple[int, str]] = []
     small_gpt.fork_checkpoint_helpers()
     try:
