@@ -34,7 +34,7 @@ SEQUENCE, BYTES_PER_TOKEN = 64, 2  # of jobs.MODEL and resume_runs.make_data
 DP2 = ("--use-distributed-optimizer",)
 TP2_PP2 = (*jobs.TP2, *jobs.PP2)
 MUON = ("--optimizer", "muon")
-EP2 = (*jobs.MOE, "--expert-model-parallel-size", "2", *DP2)
+EP2 = (*jobs.MOE, "--moe-token-dispatcher-type", "alltoall", "--expert-model-parallel-size", "2", *DP2)
 CYCLIC = ("--dataloader-type", "cyclic")
 RAMP = (
     *("--rampup-batch-size", "4", "4", "24", "--global-batch-size", "12", "--train-samples", "60"),
