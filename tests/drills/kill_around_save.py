@@ -47,7 +47,7 @@ RUN = (
 WINDOW_S = 0.5  # a kill comes so long, at most, after a save began: during it, at its marker, or steps later
 SOON_S = 0.01  # or so long after one of these came into being
 EVENTS = ("iter_*/*.distcp", "iter_*/.metadata", f"iter_*/{MANIFEST}", f"iter_*/{MARKER}")
-SMALL = ("--num-layers", "1", "--hidden-size", "16", "--num-attention-heads", "2", "--seq-length", "16")
+SMALL = ("--num-layers", "1", "--seq-length", "16", "--ffn-hidden-size", "32")
 
 Harm = Callable[[Path, list[int]], None]  # in a child of rank 0, with every rank's process id
 
