@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from megatron_stability.megatron import cpu
 from megatron_stability.records import Decision, StepRecord
 from tests.dist import small_gpt
-from tests.dist.pool import Context, Pool, torch_only
+from tests.dist.pool import LATE_IMPORTS, Context, Pool, torch_only
 from tests.e2e import artifacts
 from tests.older_megatron import older_release
 
@@ -36,16 +36,6 @@ MOE = (
 TP2 = ("--tensor-model-parallel-size", "2")
 PP2 = ("--pipeline-model-parallel-size", "2")
 VPP2 = (*PP2, "--num-layers", "4", "--num-layers-per-virtual-pipeline-stage", "1")
-# What a run imports only when it comes to it, at some 10 CPU seconds a rank: imported in the template, once.
-LATE_IMPORTS = (
-    "torch.utils.tensorboard",
-    "torch.distributed.checkpoint.state_dict_loader",
-    "megatron.core.dist_checkpointing.serialization",
-    "megatron.core.dist_checkpointing.strategies.torch",
-    "megatron.core.dist_checkpointing.strategies.filesystem_async",
-    "megatron.core.dist_checkpointing.strategies.fully_parallel",
-    "megatron.core.tokenizers.text.text_tokenizer",
-)
 SHARDED = ("--use-distributed-optimizer",)  # and DP from what the layout leaves
 
 
