@@ -45,7 +45,8 @@ _NO_LOSSES = torch.zeros(0, 2)
 # What two runs must share to have seen the same samples in the same order.
 _DATA = (
     *("seed", "data_path", "train_data_path", "data_args_path", "mock_data", "split", "seq_length"),
-    *("global_batch_size", "rampup_batch_size", "tokenizer_type", "tokenizer_model", "padded_vocab_size"),
+    *("global_batch_size", "rampup_batch_size", "step_batch_size_schedule", "tokenizer_type", "tokenizer_model"),
+    "padded_vocab_size",
 )
 
 

@@ -20,7 +20,7 @@ DATA = (
     *("reset_position_ids", "reset_attention_mask", "fim_data"),
 )
 TOKENIZER = ("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file", "vocab_size", "padded_vocab_size")
-BATCH = ("global_batch_size", "rampup_batch_size", "train_iters", "train_samples")
+BATCH = ("global_batch_size", "rampup_batch_size", "step_batch_size_schedule", "train_iters", "train_samples")
 OPTIMIZER = (
     *("optimizer", "lr", "min_lr", "lr_decay_style", "lr_decay_iters", "lr_decay_samples", "lr_warmup_iters"),
     *("lr_warmup_samples", "lr_warmup_fraction", "lr_warmup_init", "lr_wsd_decay_style", "lr_wsd_decay_iters"),

@@ -39,7 +39,9 @@ class FullDisk:
         self._folder, self._limit = Path(folder), limit
 
     def begin(self, runtime: Any) -> None:
-        pass
+        if self._limit == "file size":  # which would hit a log as well
+            for descriptor in (1, 2):
+                os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
 
     def write(self, record: StepRecord, decision: Decision) -> None:
         full = {FULL_AFTER: True, FREE_AFTER: False}.get(record.step)

@@ -63,6 +63,9 @@ def train(context: Context, flags: tuple[str, ...], mock: bool) -> Seen:
     from megatron_stability.megatron import pretrain, seams
 
     words = [word for word in jobs.command_line(flags) if mock or word != "--mock-data"]
+    if "--step-batch-size-schedule" in words:  # Megatron takes that or a size
+        at = words.index("--global-batch-size")
+        del words[at : at + 2]
     sys.argv = ["megatron-stability pretrain", *words]
     samples: list[tuple[int, str]] = []
     small_gpt.fork_checkpoint_helpers()
