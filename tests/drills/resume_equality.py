@@ -42,7 +42,6 @@ RAMP = (  # thresholds in tokens of 64 a sample; both releases ignore the older 
 )
 TAU = ("--stability-qk-clip-tau", "0.1")  # below the logits of a fresh model, so that it clips
 NO_DROPOUT = ("--hidden-dropout", "0", "--attention-dropout", "0")
-RESHARDABLE = ("--dist-ckpt-optim-fully-reshardable",)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +83,7 @@ CASES = {
     "0.18.2: DP2, distributed optimizer": Case(flags=DP2, release="0.18.2"),
     "0.18.2: MoE, EP2": Case(flags=EP2, release="0.18.2"),
     "0.18.2: async save, DP2": Case(flags=(*DP2, *ASYNC), release="0.18.2"),
-    "DP2 to DP1": Case(flags=(*DP2, *RESHARDABLE, *NO_DROPOUT), data="documents", other=(DP2, 1)),
+    "DP2 to DP1": Case(flags=(*DP2, *NO_DROPOUT), data="documents", other=(DP2, 1)),
     "TP2 to DP2": Case(flags=(*jobs.TP2, *NO_DROPOUT), data="documents", other=((), 2)),
     "PP2 to TP2": Case(flags=(*jobs.PP2, *NO_DROPOUT), data="documents", other=(jobs.TP2, 2)),
 }
@@ -112,9 +111,7 @@ def run(pool: Pool, case: Case, folder: Path) -> dict[str, Any]:
     first = _train(pool, case, (*case.flags, *common, *saves), case.world)
     drill.link_copy(generations.folder_of(straight, case.middle), generations.folder_of(resumed, case.middle))
     generations.write_tracker(resumed, case.middle)
-    flags, world = (
-        (case.flags, case.world) if case.other is None else ((*_kept(case.flags), *case.other[0]), case.other[1])
-    )
+    flags, world = (case.flags, case.world) if case.other is None else ((*NO_DROPOUT, *case.other[0]), case.other[1])
     again = ("--load", str(resumed), "--save", str(resumed))
     second = _train(pool, case, (*flags, *common, *again), world)
     ledgers = [ledger.read(root / "stability") for root in (straight, resumed)]
@@ -151,11 +148,6 @@ def _epochs(kind: str, data: Path, samples: int) -> float | None:
     files = sorted(data.glob("*.bin"))[: len(resume_runs.DATA[kind])]
     tokens = sum(file.stat().st_size for file in files) / BYTES_PER_TOKEN
     return round(samples * SEQUENCE / tokens, 2) if tokens else None
-
-
-def _kept(flags: tuple[str, ...]) -> tuple[str, ...]:
-    """What another layout keeps of a case's flags."""
-    return tuple(flag for flag in flags if flag in RESHARDABLE) + NO_DROPOUT
 
 
 def _train(pool: Pool, case: Case, flags: tuple[str, ...], world: int) -> list[Seen]:
