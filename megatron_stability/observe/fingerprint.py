@@ -41,8 +41,15 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
     """
     if tensor.device.type != "cpu" or not tensor.numel():
         return mixed(tensor)
-    raw = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-    return torch.tensor(_signed(xxhash.xxh3_64_intdigest(memoryview(raw.numpy()))), dtype=torch.int64)
+    return torch.tensor(_hash(_bytes(tensor)), dtype=torch.int64)
+
+
+def _bytes(tensor: torch.Tensor) -> memoryview:
+    return memoryview(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy())
+
+
+def _hash(data: memoryview) -> int:
+    return _signed(xxhash.xxh3_64_intdigest(data))
 
 
 @torch.no_grad()
@@ -111,26 +118,24 @@ def fingerprints(named: Iterable[tuple[str, torch.Tensor]]) -> dict[str, Fingerp
     Returns:
         By name, in order.
     """
-    names, tensors = [], []
-    for name, tensor in named:
-        names.append(name)
-        tensors.append(tensor)
-    if not names:
+    found = dict(named)
+    if not found:
         return {}
-    if all(tensor.device.type == "cpu" for tensor in tensors):
-        with ThreadPoolExecutor(THREADS) as pool:
-            found = list(pool.map(_look, tensors))
-    else:
-        found = [_look(tensor) for tensor in tensors]
-    hashes, ranges = zip(*found, strict=True)
+    if all(tensor.device.type == "cpu" and tensor.numel() for tensor in found.values()):
+        return _on_the_host(found)
+    hashes, ranges = [bits(tensor) for tensor in found.values()], [amax(tensor) for tensor in found.values()]
     device = hashes[0].device
     all_bits = torch.stack([value.to(device) for value in hashes]).tolist()
     all_amax = torch.stack([value.to(device) for value in ranges]).tolist()
-    return {name: Fingerprint(b, a) for name, b, a in zip(names, all_bits, all_amax, strict=True)}
+    return {name: Fingerprint(b, a) for name, b, a in zip(found, all_bits, all_amax, strict=True)}
 
 
-def _look(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    return bits(tensor), amax(tensor)
+def _on_the_host(found: dict[str, torch.Tensor]) -> dict[str, Fingerprint]:
+    """Threads hash while this one looks for the largest: torch's own operators stay in the thread that it knows."""
+    with ThreadPoolExecutor(THREADS) as pool:
+        hashes = [pool.submit(_hash, _bytes(tensor)) for tensor in found.values()]
+        ranges = [float(amax(tensor)) for tensor in found.values()]
+        return {name: Fingerprint(h.result(), a) for name, h, a in zip(found, hashes, ranges, strict=True)}
 
 
 def combined(prints: Iterable[Fingerprint]) -> int:
