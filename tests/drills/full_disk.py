@@ -3,19 +3,18 @@
     python -m tests.drills.full_disk        # as root: mounts a small tmpfs in a mount namespace of its own
 
 The run saves at steps 3, 6 and 9. After step 4 a ballast file takes all but `LEFT` bytes of the file system, and goes
-after step 7. The tests do the same without root: after step 4 no rank, nor its checkpoint worker, may write a file
-beyond `LEFT` bytes (RLIMIT_FSIZE), which fails the same writes with EFBIG.
+after step 7. The tests do without a mount: where one rank's shard of step 6 should be there is a folder, so that its
+writer fails as it does on a full disk.
 """
 
 from __future__ import annotations
 
 import os
-import resource
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from megatron_stability.act import fates
 from megatron_stability.record import generations, ledger
@@ -28,37 +27,22 @@ LEFT = 40_000  # bytes; enough for ledger lines, too few for a shard
 SIZE = "64m"  # of the tmpfs
 FULL_AFTER, FREE_AFTER = 4, 7
 FLAGS = (*jobs.SHARDED, "--train-iters", "9", "--save-interval", "3", "--stability-mode", "act")
-Limit = Literal["file size", "ballast"]
 
 
 class FullDisk:
-    """Probe: fills the disk after one step and frees it after another."""
+    """Probe: on rank 0, fills the folder's disk after one step and frees it after another."""
 
-    def __init__(self, folder: str, limit: Limit) -> None:
+    def __init__(self, folder: str) -> None:
         self.seen: list[Any] = []
-        self._folder, self._limit = Path(folder), limit
+        self._folder = Path(folder)
 
     def begin(self, runtime: Any) -> None:
-        if self._limit == "file size":  # which would hit a log as well
-            for descriptor in (1, 2):
-                os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
+        pass
 
     def write(self, record: StepRecord, decision: Decision) -> None:
         full = {FULL_AFTER: True, FREE_AFTER: False}.get(record.step)
-        if full is None:
-            return
-        if self._limit == "file size":
-            _limit_file_size(LEFT if full else resource.RLIM_INFINITY)
-        elif os.environ["RANK"] == "0":
+        if full is not None and os.environ["RANK"] == "0":
             _ballast(self._folder / "ballast", full)
-
-
-def _limit_file_size(size: int) -> None:
-    from megatron.core.dist_checkpointing.strategies.async_utils import PersistentAsyncCaller
-
-    worker = PersistentAsyncCaller._persistent_process
-    for pid in [0] if worker is None else [0, worker.pid]:
-        resource.prlimit(pid, resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
 
 
 def _ballast(file: Path, full: bool) -> None:
@@ -69,21 +53,23 @@ def _ballast(file: Path, full: bool) -> None:
     file.write_bytes(bytes(state.f_bavail * state.f_frsize - LEFT))
 
 
-def run(pool: Pool, folder: Path, limit: Limit, how: tuple[str, ...] = ()) -> dict[str, Any]:
+def run(pool: Pool, folder: Path, how: tuple[str, ...] = (), *, fill: bool = False) -> dict[str, Any]:
     """The run, and what it left.
 
     Args:
         pool: patched ranks.
-        folder: on the file system that fills up.
-        limit: how it fills up.
+        folder: empty.
         how: more flags.
+        fill: fill the folder's file system, which is small; else one shard can't be written.
 
     Returns:
         Exit codes, the state of each generation by step, the tracker, and what the ledger says of the samples.
     """
     save = folder / "run"
     flags = (*FLAGS, *how, "--save", str(save))
-    answers = pool.run(jobs.train, flags, FullDisk(str(folder), limit), world=2, timeout=200)
+    if not fill:
+        (generations.folder_of(save, 6) / "__1_0.distcp").mkdir(parents=True)
+    answers = pool.run(jobs.train, flags, FullDisk(str(folder)) if fill else None, world=2, timeout=200)
     view = ledger.read(save / "stability")
     return {
         "codes": [code for code, _ in answers],
@@ -115,7 +101,7 @@ def main() -> int:
         try:
             for name, how in (("sync", ()), ("async", ASYNC)):
                 (Path(folder) / name).mkdir()
-                result = run(pool, Path(folder) / name, "ballast", how)
+                result = run(pool, Path(folder) / name, how, fill=True)
                 right = right and result == GOES_ON
                 print(name, result, flush=True)
         finally:

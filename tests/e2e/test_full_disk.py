@@ -14,4 +14,4 @@ pytestmark = pytest.mark.megatron
 def test_training_goes_on_and_saves_again(
     pools: dict[tuple[str, str], Pool], tmp_path: Path, how: tuple[str, ...]
 ) -> None:
-    assert full_disk.run(pools["0.19.2", "patched"], tmp_path, "file size", how) == full_disk.GOES_ON
+    assert full_disk.run(pools["0.19.2", "patched"], tmp_path, how) == full_disk.GOES_ON
