@@ -122,7 +122,7 @@ def run(pool: Pool, case: Case, folder: Path) -> dict[str, Any]:
     ]
     result: dict[str, Any] = {
         "steps": f"{case.middle} to {case.steps}",
-        "samples": sum(map(len, samples[0].values())),
+        "samples": sum(step.samples for step in steps[0]),
         "epochs": _epochs(case.data, data, steps[0][-1].last_sample),
     }
     findings = [] if samples[0] == samples[1] != {} else ["other samples"]
