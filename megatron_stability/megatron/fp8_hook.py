@@ -22,7 +22,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from megatron_stability.errors import UsageError
-from megatron_stability.megatron.fp8_linear import GRAD, Fp8ColumnParallelLinear, Fp8RowParallelLinear, State
+from megatron_stability.megatron.fp8_linear import GRAD, Backward, Fp8ColumnParallelLinear, Fp8RowParallelLinear, State
 from megatron_stability.numerics import fp8_stats
 from megatron_stability.numerics.fp8_config import Fp8
 from megatron_stability.numerics.fp8_recipes import Recipe, delayed_update
@@ -100,8 +100,9 @@ class Fp8Hook:
             part = slice(begin, begin + own)
             begin += own
             chunk.register_forward_hook(partial(self._forward_done, part))
-            if own:
-                self.states[part.start].backward_done = partial(self.update, part, BACKWARD)
+            shared = Backward(partial(self.update, part, BACKWARD))
+            for state in self.states[part]:
+                state.chunk = shared
 
     def _forward_done(self, part: slice, *_: Any) -> None:
         if torch.is_grad_enabled():

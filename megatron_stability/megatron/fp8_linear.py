@@ -13,6 +13,7 @@ with Megatron's `is_first_microbatch`.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -48,6 +49,18 @@ def recipe_of(fp8: Fp8, config: TransformerConfig) -> Recipe | None:
     )
 
 
+class Backward:
+    """The end of one model chunk's backward: that of the linear which ran first in its forward, as in TE.
+
+    Args:
+        done: called then.
+    """
+
+    def __init__(self, done: Callable[[], None]) -> None:
+        self.done = done
+        self.first: State | None = None  # known after the first forward; module order is not the order of execution
+
+
 class State:
     """What one layer keeps: scales and history (delayed), this step's amax, and the samples of tier 2.
 
@@ -66,7 +79,7 @@ class State:
         self.first_microbatch = True
         self.weight: tuple[torch.Tensor, torch.Tensor] | None = None
         self.runs = self.fallbacks = 0
-        self.backward_done: Any = None  # called after the backward of the layer that is last in it
+        self.chunk: Backward | None = None  # delayed: shared by a model chunk's linears
 
     def observe(self, which: int, x: torch.Tensor) -> None:
         """Take a tensor's amax, and its statistics where the step is sampled."""
@@ -161,8 +174,8 @@ class _AfterBackward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
-        if ctx.state.backward_done is not None:
-            ctx.state.backward_done()
+        if ctx.state.chunk is not None and ctx.state.chunk.first is ctx.state:
+            ctx.state.chunk.done()
         return grads[0], None
 
 
@@ -175,6 +188,8 @@ class _Emulated:
         state = self.fp8
         if state is None:
             return super()._forward_impl(input=input, weight=weight, **kwargs)  # type: ignore[misc]
+        if state.chunk is not None and state.chunk.first is None:
+            state.chunk.first = state
         if torch.is_grad_enabled():
             state.runs += 1
             state.fallbacks += state.calibrating
