@@ -29,20 +29,16 @@ class Run(NamedTuple):
     weights: dict[str, tuple[bool, torch.Tensor]]
 
 
-def fork_checkpoint_helpers() -> None:
-    """Let what Megatron starts for a save be forks of this rank, which has the imports: seconds of CPU for each rank.
+def fork_checkpoint_writer() -> None:
+    """Let the writer of `--async-save` be a fork of this rank, not of a fork server that imports everything again.
 
-    The queue of a writer's results is a manager process that stock starts by `spawn`, unless someone asked for it
-    before; the writer of `--async-save` comes from a fork server. The rank's process ends with its job, and the
-    replacement of the latter with it.
+    The rank's process ends with its job, and the replacement with it.
     """
-    from megatron.core.dist_checkpointing.strategies import filesystem_async
     from megatron.training import async_utils, initialize
 
     def forked(rank: int, mp_mode: str) -> None:
         async_utils.init_persistent_async_worker(rank, "fork")
 
-    filesystem_async.get_write_results_queue("fork")
     initialize.init_persistent_async_worker = forked
 
 
@@ -53,8 +49,8 @@ def train(context: Context, *flags: str) -> Run:
     from megatron.training.argument_utils import pretrain_cfg_container_from_args
     from megatron.training.arguments import parse_and_validate_args
 
-    if "--save" in flags:
-        fork_checkpoint_helpers()
+    if "--async-save" in flags:
+        fork_checkpoint_writer()
     sys.argv = ["pretrain", *FLAGS, *cpu.FLAGS, *flags]
     losses: list[float] = []
     chunks: list[torch.nn.Module] = []

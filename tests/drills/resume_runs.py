@@ -68,7 +68,8 @@ def train(context: Context, flags: tuple[str, ...], mock: bool) -> Seen:
         del words[at : at + 2]
     sys.argv = ["megatron-stability pretrain", *words]
     samples: list[tuple[int, str]] = []
-    small_gpt.fork_checkpoint_helpers()
+    if "--async-save" in flags:
+        small_gpt.fork_checkpoint_writer()
     try:
         pretrain.main(model_provider=partial(_watched_model, samples))
         code = 0

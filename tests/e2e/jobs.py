@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from megatron_stability.megatron import cpu
 from megatron_stability.records import Decision, StepRecord
 from tests.dist import small_gpt
-from tests.dist.pool import LATE_IMPORTS, Context, Pool, torch_only
+from tests.dist.pool import Context, Pool, import_megatron, torch_only
 from tests.e2e import artifacts
 from tests.older_megatron import older_release
 
@@ -59,9 +59,8 @@ def _prepare(release: str | None, patched: bool) -> None:
 
         in_memory.install()
     cpu.install()
-    for slow in LATE_IMPORTS:
-        importlib.import_module(slow)
-    importlib.import_module("megatron_stability.megatron.pretrain")
+    importlib.import_module("torch.utils.tensorboard")
+    import_megatron()
 
 
 def stock() -> None:
@@ -102,8 +101,8 @@ def train(context: Context, flags: tuple[str, ...], probe: Probe | None = None) 
     """
     from megatron_stability.megatron import pretrain, seams
 
-    if "--save" in flags:
-        small_gpt.fork_checkpoint_helpers()
+    if "--async-save" in flags:
+        small_gpt.fork_checkpoint_writer()
     sys.argv = ["megatron-stability pretrain", *command_line(flags)]
     provider = pretrain.model_provider if probe is None else partial(_probed_model, probe)
     try:
