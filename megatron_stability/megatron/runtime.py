@@ -273,7 +273,7 @@ class Runtime:
         state = self._pipeline.state_dict() | {"scales": scales, "hooks": hooks}
         state_dict[STATE_KEY] = json.dumps(state, allow_nan=False)
         self.checkpoints.add_state(state_dict)
-        if self._ledger is not None:  # not where a load asks for the template
+        if self._ledger is not None and "iteration" in state_dict:  # it is not where a load asks for the template
             self._ledger.saving(state_dict["iteration"])
 
     def load_checkpoint_state(self, state_dict: dict[str, Any]) -> None:
