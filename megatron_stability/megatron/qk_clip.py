@@ -5,8 +5,9 @@
     update_done    the clip, if the step updated the weights and a head is hot  after the optimizer
 
 `measure: forward` follows Kimi K2: S_max is of the step's own forward, and what is scaled are the weights that came out
-of the step; so the next forward shows at most τ and what one update adds. `measure: probe` measures the updated weights
-in update_done, before the clip; what it saw goes into the next step's record.
+of the step; so the next forward shows at most the limit and what one update and another batch add (`headroom` is for
+that). `measure: probe` measures the updated weights in update_done, before the clip; what it saw goes into the next
+step's record.
 Every rank scales its own copies of a weight (`master_weights`), by factors that follow from the reduced maxima alone,
 so there is no second collective and copies can't drift apart. bf16 copies are scaled as they are: until the next step
 they may lie one rounding from the master's cast, on all data-parallel ranks alike.
@@ -32,6 +33,7 @@ from megatron_stability.megatron import attention_layers, master_weights
 from megatron_stability.megatron.attention_layers import AttentionLayer
 from megatron_stability.megatron.attention_monitor import AttentionMonitor, Maxima
 from megatron_stability.numerics import qk_clip
+from megatron_stability.observe.config import QKClip
 from megatron_stability.observe.reduction import Combine
 from megatron_stability.records import AttentionTable, StepRecord
 
@@ -86,9 +88,9 @@ def wanted(config: StabilityConfig) -> bool:
 class Clip:
     """Scales the weights of hot layers. Equal factors on every rank of a stage."""
 
-    def __init__(self, layers: Sequence[AttentionLayer], optimizer: Any, tau: float, alpha: float) -> None:
+    def __init__(self, layers: Sequence[AttentionLayer], optimizer: Any, settings: QKClip) -> None:
         """Refuses, by name, a layer that can't be clipped."""
-        self._layers, self._optimizer, self._tau, self._alpha = layers, optimizer, tau, alpha
+        self._layers, self._optimizer, self._settings = layers, optimizer, settings
         for layer in layers:
             layer.refuse_what_cannot_be_clipped()
         forms = [layer.form for layer in layers]  # factors of layers that are alike are computed at once
@@ -97,7 +99,7 @@ class Clip:
 
     def gamma(self, maxima: Maxima) -> torch.Tensor:
         """γ [L, H], 1 for layers that are frozen on this rank's stage."""
-        gamma_lh = qk_clip.gamma(maxima.max_lh, self._tau)
+        gamma_lh = qk_clip.gamma(maxima.max_lh, self._settings.tau, self._settings.headroom)
         gamma_lh[self._frozen] = 1.0
         return gamma_lh
 
@@ -109,7 +111,7 @@ class Clip:
         for alike in self._alike:
             hot = [at for at in alike if hot_l[at]]
             first = self._layers[alike[0]]
-            for scaled in first.scaled(gamma_lh[hot, : first.heads], self._alpha) if hot else ():
+            for scaled in first.scaled(gamma_lh[hot, : first.heads], self._settings.alpha) if hot else ():
                 for at, rows in zip(hot, scaled.rows, strict=True):
                     parameter = scaled.of(self._layers[at])
                     columns = parameter.numel() // len(rows)
@@ -141,7 +143,7 @@ class AttentionHook:
         self._monitor = AttentionMonitor(self._layers, config.qk_clip.measure, stage)
         self._clip: Clip | None = None
         if config.qk_clip.enabled:
-            self._clip = Clip(self._layers, optimizer, config.qk_clip.tau, config.qk_clip.alpha)
+            self._clip = Clip(self._layers, optimizer, config.qk_clip)
         shape = (len(self._layers), self._monitor.heads)
         self._clips_lh = torch.zeros(shape, device=device)
         self._gamma_lh = torch.ones(shape, dtype=torch.float64, device=device)

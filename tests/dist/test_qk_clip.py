@@ -123,12 +123,13 @@ def given_maxima(context: Context, kind: str, tp: int, options: dict[str, Any]) 
     from megatron_stability.megatron.attention_layers import find
     from megatron_stability.megatron.qk_clip import Clip
     from megatron_stability.numerics.qk_clip import gamma
+    from megatron_stability.observe.config import QKClip
 
     context.megatron(tp=tp)
     gpt = models.model(models.config(kind, tp, layers=2, **options))
     models.fill(gpt)
     s_lh = torch.rand(2, models.HEADS, generator=torch.Generator().manual_seed(5)) * 200 - 20
-    Clip(find([gpt]), None, 30.0, 0.4)(gamma(s_lh, 30.0))
+    Clip(find([gpt]), None, QKClip(tau=30.0, alpha=0.4))(gamma(s_lh, 30.0))
     return {
         name: parameter.detach().clone()
         for name, parameter in gpt.named_parameters()

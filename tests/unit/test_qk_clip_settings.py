@@ -23,6 +23,8 @@ from megatron_stability.records import AttentionTable, StepRecord, Tier
         "tau=.nan",
         "tau=.inf",
         "alpha=1.5",
+        "headroom=1",
+        "headroom=-0.1",
         "measure=guess",
         "every=0",
     ],
