@@ -34,6 +34,7 @@ from megatron_stability.megatron.attention_layers import AttentionLayer
 from megatron_stability.megatron.attention_monitor import AttentionMonitor, Maxima
 from megatron_stability.numerics import qk_clip
 from megatron_stability.observe.config import QKClip
+from megatron_stability.observe.growth import LogitGrowth
 from megatron_stability.observe.reduction import Combine
 from megatron_stability.records import AttentionTable, StepRecord
 
@@ -145,7 +146,8 @@ class AttentionHook:
         if config.qk_clip.enabled:
             self._clip = Clip(self._layers, optimizer, config.qk_clip)
         shape = (len(self._layers), self._monitor.heads)
-        self._clips_lh = torch.zeros(shape, device=device)
+        self._clips_lh, self._least_gamma_lh = torch.zeros(shape, device=device), torch.ones(shape, device=device)
+        self._growth = LogitGrowth()
         self._gamma_lh = torch.ones(shape, dtype=torch.float64, device=device)
         self._maxima: Maxima | None = None
         self._found: Mapping[str, torch.Tensor] = {}
@@ -225,14 +227,17 @@ class AttentionHook:
             assert self._clip is not None
             self._clip(self._gamma_lh)
             self._clips_lh += self._gamma_lh < 1
-        if not self._table_due:
-            return None
-        factor_lh = self._gamma_lh.float() if clips else torch.ones_like(self._clips_lh)
+            self._least_gamma_lh = torch.minimum(self._least_gamma_lh, self._gamma_lh.float())
+        return self._table(maxima) if self._table_due else None
+
+    def _table(self, maxima: Maxima) -> AttentionTable:
+        """Collective over the pipeline stages."""
         assert self._stages is not None, "train_begins was not called"
-        gain_lh = maxima.gain_l[:, None].expand_as(self._clips_lh)
-        return self._stages.table(
-            self._step, torch.stack([maxima.max_lh, maxima.entropy_lh, factor_lh, self._clips_lh, gain_lh])
-        )
+        growth_lh = self._growth.add(self._step, maxima.max_lh)
+        gain_lh = maxima.gain_l[:, None].expand_as(growth_lh)
+        values = [maxima.max_lh, maxima.entropy_lh, self._least_gamma_lh, self._clips_lh, growth_lh, gain_lh]
+        self._least_gamma_lh = torch.ones_like(self._least_gamma_lh)
+        return self._stages.table(self._step, torch.stack(values))
 
     def _probe(self) -> Mapping[str, float]:
         """Collective over the model-parallel ranks: measure now; the two counts that decide, over all stages."""
@@ -275,7 +280,7 @@ class _Stages:
             [layer for stage, held in zip(stages, self._names, strict=True) for layer in stage[column][: len(held)]]
             for column in range(columns)
         ]
-        logits, entropies, factors, clips, gains = rows
+        logits, entropies, factors, clips, growths, gains = rows
         return AttentionTable(
             step=step,
             layers=tuple(names),
@@ -283,6 +288,7 @@ class _Stages:
             entropy_lh=_tuples(entropies),
             factor_lh=_tuples(factors),
             clips_lh=_tuples(clips),
+            growth_lh=_tuples(growths),
             max_gain_l=tuple(row[0] for row in gains),
         )
 

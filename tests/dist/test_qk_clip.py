@@ -13,33 +13,12 @@ import torch
 from megatron_stability.errors import UsageError
 from megatron_stability.records import StepRecord
 from tests.dist import attention_models as models
+from tests.dist.hook_steps import record as step_record
+from tests.dist.hook_steps import step as run_step
 from tests.dist.pool import Context, Pool
 
 pytestmark = pytest.mark.megatron
 KINDS = ("mha", "gqa", "mqa", "mla")
-
-
-def _record(context: Context, hook: Any, step: int = 1) -> StepRecord:
-    """What the runtime makes of the hook's signals: every rank's, combined."""
-    from megatron_stability.observe.reduction import LocalSignals, Reduction
-
-    local = LocalSignals(
-        step=step,
-        first_sample=0,
-        samples=4,
-        loss_sums_n2=torch.ones(1, 2),
-        grad_norm=1.0,
-        extra=hook.observe(),
-    )
-    record = Reduction(context.group, torch.device("cpu"), hook.signals)(local)
-    return dataclasses.replace(record, signals=dict(record.signals))  # a read-only mapping can't be pickled
-
-
-def _step(context: Context, hook: Any, forwards: Any, updated: bool = True, step: int = 1) -> tuple[StepRecord, Any]:
-    hook.step_begins(step)
-    forwards()
-    record = _record(context, hook, step)
-    return record, hook.update_done(record, updated)
 
 
 def after_a_clip(
@@ -49,8 +28,8 @@ def after_a_clip(
     gpt = models.model(models.config(kind, tp, **options), qk_norm=qk_norm)
     models.fill(gpt)
     hook = models.hook([gpt], tau=3.0)
-    _, before = _step(context, hook, lambda: models.forward(gpt))
-    _, after = _step(context, hook, lambda: models.forward(gpt), updated=False)
+    _, before = run_step(context, hook, lambda: models.forward(gpt))
+    _, after = run_step(context, hook, lambda: models.forward(gpt), updated=False)
     return before, after
 
 
@@ -163,7 +142,7 @@ def frozen_and_untouched(context: Context) -> dict[str, bool]:
     models.fill(gpt)
     gpt.decoder.layers[1].self_attention.linear_qkv.weight.requires_grad = False
     kept = {name: parameter.detach().clone() for name, parameter in gpt.named_parameters()}
-    _step(context, models.hook([gpt], tau=1.0), lambda: models.forward(gpt))
+    run_step(context, models.hook([gpt], tau=1.0), lambda: models.forward(gpt))
     same = {name: torch.equal(parameter, kept[name]) for name, parameter in gpt.named_parameters()}
     first = gpt.decoder.layers[0].self_attention.linear_qkv
     was = {"weight": kept["decoder.layers.0.self_attention.linear_qkv.weight"], "bias": first.bias}
@@ -188,7 +167,7 @@ def skipped(context: Context) -> bool:
     gpt = models.model(models.config("gqa"))
     models.fill(gpt)
     kept = [parameter.detach().clone() for parameter in gpt.parameters()]
-    record, table = _step(context, models.hook([gpt], tau=1.0), lambda: models.forward(gpt), updated=False)
+    record, table = run_step(context, models.hook([gpt], tau=1.0), lambda: models.forward(gpt), updated=False)
     assert record.signals["qk_clip/heads"] > 0
     assert set(table.factor_lh[0]) == {1.0}
     return all(torch.equal(a, b) for a, b in zip(kept, gpt.parameters(), strict=True))
@@ -212,7 +191,7 @@ def not_finite(context: Context, bad: float) -> tuple[bool, StepRecord]:
 
     softmax = gpt.decoder.layers[0].self_attention.core_attention.scale_mask_softmax
     handle = softmax.register_forward_pre_hook(spoil, prepend=True)
-    record, _ = _step(context, hook, lambda: models.forward(gpt))
+    record, _ = run_step(context, hook, lambda: models.forward(gpt))
     handle.remove()
     return all(torch.equal(a, b) for a, b in zip(kept, gpt.parameters(), strict=True)), record
 
@@ -246,10 +225,10 @@ def stages(context: Context) -> list[Any]:
             gpt.set_input_tensor(torch.randn(models.SEQ, 2, models.HIDDEN))
         gpt(tokens, positions, None, labels=None if first else tokens)
 
-    seen = [_step(context, hook, forward)]
+    seen = [run_step(context, hook, forward)]
     core = gpt.decoder.layers[0].self_attention.core_attention
     core.register_forward_pre_hook(lambda _, inputs: (inputs[0].abs(), -inputs[1].abs(), *inputs[2:]))
-    seen.append(_step(context, hook, forward, step=2))
+    seen.append(run_step(context, hook, forward, number=2))
     return [(record.signals, table) for record, table in seen]
 
 
@@ -309,7 +288,7 @@ def cooling(context: Context) -> tuple[list[float], int]:
     for step in range(1, 1001):
         if step == 3:
             handle.remove()
-        record, _ = _step(context, hook, lambda: models.forward(gpt, rows=1), step=step)
+        record, _ = run_step(context, hook, lambda: models.forward(gpt, rows=1), number=step)
         maxima.append(record.signals["attention/max_logit"])
         if step in (10, 1000):
             gc.collect()
@@ -338,12 +317,12 @@ def monitor_only(context: Context, measure: str) -> Any:
     hook = AttentionHook(tree, [gpt], None, torch.device("cpu"))
     hook.train_begins()
     kept = [parameter.detach().clone() for parameter in gpt.parameters()]
-    record, table = _step(context, hook, lambda: models.forward(gpt, rows=1))
+    record, table = run_step(context, hook, lambda: models.forward(gpt, rows=1))
     assert all(torch.equal(a, b) for a, b in zip(kept, gpt.parameters(), strict=True))
     if measure == "probe":  # what it saw after the update is in the next step's record
         assert not record.signals
         hook.step_begins(2)
-        record = _record(context, hook)
+        record = step_record(context, hook)
     assert "qk_clip/heads" not in record.signals
     assert record.signals["attention/max_logit"] == max(table.max_logit_lh[0])
     return table
@@ -366,14 +345,14 @@ def probed(context: Context, kind: str, tp: int) -> list[float]:
     hook = models.hook([gpt], tau=3.0, measure="probe")
     hook.step_begins(1)
     models.forward(gpt, rows=1)
-    record = _record(context, hook)
+    record = step_record(context, hook)
     for name, parameter in gpt.named_parameters():
         if "linear_qkv" in name or "_up_proj" in name:
             parameter.data.mul_(2)
     before = hook.update_done(record, updated=True)
     hook.step_begins(2)
     models.forward(gpt, rows=1)
-    after = hook.update_done(_record(context, hook, 2), updated=True)
+    after = hook.update_done(step_record(context, hook, 2), updated=True)
     return [max(before.max_logit_lh[0]), max(after.max_logit_lh[0]), min(after.factor_lh[0])]
 
 
@@ -436,14 +415,14 @@ def trained(context: Context, optimizer: str, tau: float | None, steps: int) -> 
         made.zero_grad()
         models.forward(ddp, rows=1, seed=batch).mean().backward()
         ddp.finish_grad_sync()
-        record = _record(context, hook, step)
+        record = step_record(context, hook, step)
         assert made.step()[0]
         hook.update_done(record, updated=True)
         hook.step_begins(0)
         seen.step_begins(step)
         with torch.no_grad():
             models.forward(ddp, rows=1, seed=batch)
-        largest.append(_record(context, seen, step).signals["attention/max_logit"])
+        largest.append(step_record(context, seen, step).signals["attention/max_logit"])
     return largest
 
 
