@@ -36,6 +36,7 @@ def config(kind: str, tp: int = 1, pp: int = 1, layers: int = 1, **options: Any)
         "apply_rope_fusion": False,
         "gradient_accumulation_fusion": False,
         "persist_layer_norm": False,
+        "transformer_impl": "local",
     }
     if kind == "mla":
         sizes = {"q_lora_rank": 24, "kv_lora_rank": 16, "qk_head_dim": 6, "qk_pos_emb_head_dim": 4, "v_head_dim": 5}
@@ -108,6 +109,45 @@ def chunks(config: Any, **settings: Any) -> list[Any]:
             )
         )
     return made
+
+
+def hybrid(config: Any, pattern: str) -> list[Any]:
+    """This rank's HybridModel: `*` a layer of attention alone, `-` of an MLP alone, `|` where the next stage begins."""
+    from megatron.core import parallel_state
+    from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
+    from megatron.core.models.hybrid.hybrid_model import HybridModel
+    from megatron.core.ssm.mlp_layer import MLPLayer
+    from megatron.core.transformer.spec_utils import ModuleSpec
+    from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+
+    from megatron_stability.megatron import layer_specs
+    from megatron_stability.numerics.config import Model
+
+    layer = layer_specs.layer_specs(config, Model())[0].submodules
+
+    def part(module: Any, *names: str) -> Any:
+        return ModuleSpec(module, submodules=TransformerLayerSubmodules(**{name: getattr(layer, name) for name in names}))
+
+    stack = ModuleSpec(
+        HybridStack,
+        params={"post_layer_norm": False},
+        submodules=HybridStackSubmodules(
+            attention_layer=part(TransformerLayer, "input_layernorm", "self_attention", "self_attn_bda"),
+            mlp_layer=part(MLPLayer, "pre_mlp_layernorm", "mlp", "mlp_bda"),
+        ),
+    )
+    return [
+        HybridModel(
+            config,
+            stack,
+            vocab_size=VOCAB,
+            max_sequence_length=SEQ,
+            hybrid_layer_pattern=pattern,
+            pre_process=parallel_state.is_pipeline_first_stage(),
+            post_process=parallel_state.is_pipeline_last_stage(),
+            position_embedding_type="rope",
+        )
+    ]
 
 
 def scheduled_forward(model: list[Any], microbatches: int = 2) -> None:

@@ -395,40 +395,30 @@ def test_flags_that_can_not_be_had_together_are_refused_by_name(megatron_ranks: 
         assert "--" + name.replace("_", "-") in sentence
 
 
-def trained(context: Context, optimizer: str, tau: float | None, steps: int) -> list[float]:
-    """Muon at a rate that makes logits run away; the largest logit of a forward on the same batch after every clip."""
-    from megatron.core import parallel_state
-
-    context.megatron(tp=2)
-    gpt = models.model(models.config("gqa", 2))
+def trained(context: Context, tau: float) -> list[float]:
+    """Muon at a rate that makes logits run away; the largest logit of every step's own forward, on new tokens each."""
+    context.megatron()
+    gpt = models.model(models.config("gqa"))
     models.fill(gpt, 0.2)
-    ddp, made = models.wrapped(gpt, optimizer, lr=0.02)
-    hook = models.hook([ddp], made, tau=tau or 1e9, measure="probe")
-    seen = models.hook([ddp], made, tau=1e9)
-    rank = parallel_state.get_data_parallel_rank()
+    ddp, optimizer = models.wrapped(gpt, "dist-muon", lr=0.004)
+    hook = models.hook([ddp], optimizer, tau=tau, headroom=0.4)
     largest = []
-    for step in range(1, steps + 1):
-        batch = 2 * step + rank
+    for step in range(1, 41):
         hook.step_begins(step)
-        seen.step_begins(0)
         ddp.zero_grad_buffer()
-        made.zero_grad()
-        models.forward(ddp, rows=1, seed=batch).mean().backward()
+        optimizer.zero_grad()
+        models.forward(ddp, rows=4, seed=2 * step + context.rank).mean().backward()
         ddp.finish_grad_sync()
         record = step_record(context, hook, step)
-        assert made.step()[0]
+        assert optimizer.step()[0]
         hook.update_done(record, updated=True)
-        hook.step_begins(0)
-        seen.step_begins(step)
-        with torch.no_grad():
-            models.forward(ddp, rows=1, seed=batch)
-        largest.append(step_record(context, seen, step).signals["attention/max_logit"])
+        largest.append(record.signals["attention/max_logit"])
     return largest
 
 
-def test_muon_runs_away_without_the_clip_and_is_held_by_it(megatron_ranks: Pool) -> None:
-    """The probe sees the updated q and k of inputs from before the update; what the update adds by them stays small."""
-    free = megatron_ranks.run(trained, "dist-muon", None, 150, world=4, timeout=300)[0]
+def test_muon_runs_away_without_the_clip_and_stays_below_tau_with_it(megatron_ranks: Pool) -> None:
+    """Forty steps; 300 of whole models are in `docs/muonclip.json`."""
+    free = megatron_ranks.run(trained, 1e9, world=2, timeout=120)[0]
     assert max(free) > 40
-    for largest in megatron_ranks.run(trained, "dist-muon", 20.0, 300, world=4, timeout=300):
-        assert 19.0 < max(largest) <= 20.0 * 1.1
+    for largest in megatron_ranks.run(trained, 12.0, world=2, timeout=120):
+        assert 12.0 * 0.6 < max(largest) <= 12.0
