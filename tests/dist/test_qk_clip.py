@@ -72,14 +72,18 @@ def test_gains_of_a_norm_over_the_whole_projection_are_clipped_head_by_head(mega
 
 def refusals(context: Context) -> list[str]:
     """What a layer says that can't be measured or clipped."""
+    from megatron.core.transformer.attention import CrossAttention
+
     from megatron_stability.megatron.model.attention import FlexAttention
 
     context.megatron()
     gainless = models.model(models.config("gqa", qk_layernorm=True), qk_norm="rms_no_gain")
     flex = models.model(models.config("gqa"))
     flex.decoder.layers[0].self_attention.core_attention.__class__ = FlexAttention
+    cross = models.model(models.config("gqa"))
+    cross.decoder.layers[0].self_attention.__class__ = CrossAttention
     sentences = []
-    for gpt in (gainless, flex):
+    for gpt in (gainless, flex, cross):
         with pytest.raises(UsageError) as refused:
             models.hook([gpt])
         sentences.append(str(refused.value))
@@ -87,9 +91,10 @@ def refusals(context: Context) -> list[str]:
 
 
 def test_what_can_not_be_clipped_or_measured_is_refused_by_name(megatron_ranks: Pool) -> None:
-    ((gainless, flex),) = megatron_ranks.run(refusals, world=1)
+    ((gainless, flex, cross),) = megatron_ranks.run(refusals, world=1)
     assert "a q-norm that has no gain (decoder.layers.0: QKNorm)" in gainless
     assert "FlexAttention of decoder.layers.0 shows no logits" in flex
+    assert "CrossAttention at decoder.layers.0.self_attention: its attention logits can't be measured" in cross
 
 
 def test_case_5_attention_output_gate(megatron_ranks: Pool) -> None:
@@ -276,10 +281,10 @@ def trained(context: Context, tau: float) -> list[float]:
     context.megatron()
     gpt = models.model(models.config("gqa"))
     models.fill(gpt, 0.2)
-    ddp, optimizer = models.wrapped(gpt, "dist-muon", lr=0.004)
-    hook = models.hook([ddp], optimizer, tau=tau, headroom=0.4)
+    ddp, optimizer = models.wrapped(gpt, "dist-muon", lr=0.01)
+    hook = models.hook([ddp], optimizer, tau=tau, headroom=0.5)
     largest = []
-    for step in range(1, 41):
+    for step in range(1, 61):
         hook.step_begins(step)
         ddp.zero_grad_buffer()
         optimizer.zero_grad()
@@ -293,8 +298,8 @@ def trained(context: Context, tau: float) -> list[float]:
 
 
 def test_muon_runs_away_without_the_clip_and_stays_below_tau_with_it(megatron_ranks: Pool) -> None:
-    """Forty steps; 300 of whole models are in `docs/muonclip.json`."""
+    """Sixty steps; 300 of whole models are in `docs/muonclip.json`."""
     free = megatron_ranks.run(trained, 1e9, world=2, timeout=120)[0]
-    assert max(free) > 40
-    for largest in megatron_ranks.run(trained, 12.0, world=2, timeout=120):
-        assert 12.0 * 0.6 < max(largest) <= 12.0
+    assert max(free) > 40.0
+    for largest in megatron_ranks.run(trained, 20.0, world=2, timeout=120):
+        assert 10.0 < max(largest) <= 20.0
