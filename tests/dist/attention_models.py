@@ -151,14 +151,16 @@ def hybrid(config: Any, pattern: str) -> list[Any]:
 
 
 def scheduled_forward(model: list[Any], microbatches: int = 2) -> None:
-    """One step's forwards by Megatron's own pipeline schedule, in training mode."""
+    """One step's forwards by Megatron's own pipeline schedule, in training mode; each data-parallel rank has its own."""
+    from megatron.core import parallel_state
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
     def step(iterator: Any, chunk: Any) -> Any:
         tokens, positions = next(iterator)
         return chunk(tokens, positions, None, labels=tokens), lambda loss: (loss.mean(), {})
 
-    batches = [batch(rows=1, seed=seed) for seed in range(microbatches)]
+    rank = parallel_state.get_data_parallel_rank()
+    batches = [batch(rows=1, seed=microbatches * rank + at) for at in range(microbatches)]
     iterators = [iter(batches) for _ in model]
     get_forward_backward_func()(
         forward_step_func=step,

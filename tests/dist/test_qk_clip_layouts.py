@@ -26,6 +26,7 @@ CASES: dict[str, dict[str, Any]] = {
     "virtual pipeline": {"world": 2, "pp": 2, "vpp": 2},
     "virtual pipeline, fp32 shards": {"world": 4, "pp": 2, "vpp": 2, "kind": "mha", "optimizer": "fp32-distributed"},
     "tensor x pipeline, layer-wise Muon": {"world": 4, "tp": 2, "pp": 2, "optimizer": "dist-muon"},
+    "tensor x pipeline x data, shards": {"world": 8, "tp": 2, "pp": 2, "optimizer": "distributed"},
     "more ranks than key heads": {"world": 4, "tp": 4, "kind": "mqa", "optimizer": "distributed"},
     "overlap-param-gather": {"world": 2, "optimizer": "overlap"},
     "overlap-param-gather, tensor x data": {"world": 4, "tp": 2, "kind": "mha", "optimizer": "overlap"},
