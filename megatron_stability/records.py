@@ -105,8 +105,9 @@ class AttentionTable:
     layers: tuple[str, ...]  # paths in the model, 0-based numbers, e.g. "decoder.layers.7"
     max_logit_lh: tuple[tuple[float, ...], ...]  # before softcap, over micro-batches and ranks; inf: not finite
     entropy_lh: tuple[tuple[float, ...], ...]  # nats, mean over queries, least over data-parallel ranks
-    factor_lh: tuple[tuple[float, ...], ...]  # γ of this step's clip, 1 where none was made
+    factor_lh: tuple[tuple[float, ...], ...]  # least γ of the clips since the table before, 1 where none was made
     clips_lh: tuple[tuple[float, ...], ...]  # clips since the process began
+    growth_lh: tuple[tuple[float, ...], ...]  # slope of ln max_logit over the last tables, 1 / (1000 steps)
     max_gain_l: tuple[float, ...]  # max|γ| of QK-norm
 
 

@@ -1,13 +1,15 @@
-"""Curves of `run.sh` from the runs' ledgers: largest attention logit, loss, heads clipped a step; as an SVG.
+"""Curves of `run.sh` from the runs' ledgers: largest attention logit, loss, heads clipped a step; as SVG and as JSON.
 
-    python examples/muonclip/plot.py DIR [--tau 30] [--image FILE]
+    python examples/muonclip/plot.py DIR [--tau 10] [--out DIR]
 
-Prints, for each layout, the largest logit of any step without and with the clip.
+Prints, for each layout, the largest logit of any step's forward, without and with the clip; the exit code is 1 where
+one with the clip is above τ.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import sys
 from collections.abc import Callable
@@ -26,8 +28,8 @@ def main() -> int:
     """Read four ledgers, draw, print."""
     parser = argparse.ArgumentParser(description="Draw what run.sh trained.")
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--tau", type=float, default=30.0)
-    parser.add_argument("--image", type=Path, default=None)
+    parser.add_argument("--tau", type=float, default=10.0)
+    parser.add_argument("--out", type=Path, default=None, help="where muonclip.svg and muonclip.json go; default: DIR")
     options = parser.parse_args()
     try:
         runs = {
@@ -36,13 +38,34 @@ def main() -> int:
     except UsageError as error:
         print(f"muonclip: {error}", file=sys.stderr)
         return error.exit_code
-    image = options.image or options.folder / "muonclip.svg"
-    image.write_text(picture(runs, options.tau), encoding="utf-8")
+    out = options.out or options.folder
+    (out / "muonclip.svg").write_text(picture(runs, options.tau), encoding="utf-8")
+    (out / "muonclip.json").write_text(figures(runs, options.tau), encoding="utf-8")
+    held = True
     for layout, title in LAYOUTS.items():
         without, clipped = (max(map(logit, runs[layout, way])) for way in COLOURS)
-        print(f"{title}: largest logit {without:.1f} without, {clipped:.1f} with QK-clip at τ = {options.tau:g}")
-    print(image)
-    return 0
+        held &= clipped <= options.tau
+        print(f"{title}: largest logit {without:.4g} without, {clipped:.4g} with QK-clip at τ = {options.tau:g}")
+    print(out / "muonclip.svg")
+    return 0 if held else 1
+
+
+def figures(runs: dict[tuple[str, str], Steps], tau: float) -> str:
+    """What the picture shows, step by step from step 1; withheld steps' numbers too."""
+    curves = {
+        f"{layout}-{way}": {
+            "withheld_steps": [step.step for step in steps if step.action != "apply"],
+            "max_logit": [logit(step) for step in steps],
+            "loss": [float(f"{step.loss:.4g}") for step in steps],
+            "heads_clipped": [int(heads(step)) for step in steps],
+        }
+        for (layout, way), steps in runs.items()
+    }
+    body = ",\n".join(
+        f' "{name}": {{\n' + ",\n".join(f'  "{key}": {json.dumps(values)}' for key, values in run.items()) + "\n }"
+        for name, run in curves.items()
+    )
+    return f'{{\n "tau": {tau:g},\n{body}\n}}\n'
 
 
 def logit(step: StepEntry) -> float:

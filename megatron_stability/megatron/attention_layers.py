@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.attention import Attention, SelfAttention
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 
 from megatron_stability.errors import UsageError
@@ -204,12 +204,20 @@ def find(model: Sequence[torch.nn.Module]) -> list[AttentionLayer]:
 
     Returns:
         The layers; none where a chunk has none (a hybrid stage without attention).
+
+    Raises:
+        UsageError: an attention whose heads and weights are laid out in a way that is not known here; names it.
     """
     layers = []
     for chunk in model:
         for path, module in chunk.named_modules():
             if isinstance(module, SelfAttention | MLASelfAttention):
                 layers.append(_layer(path, module))
+            elif isinstance(module, Attention):
+                raise UsageError(
+                    f"{type(module).__name__} at {path}: its attention logits can't be measured or clipped; set "
+                    "qk_clip.enabled and observe.attention.enabled to false"
+                )
     return layers
 
 

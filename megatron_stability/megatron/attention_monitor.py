@@ -154,7 +154,7 @@ class Maxima:
         largest, flag, entropy, gain = maxima_clh
         self.max_lh = torch.where(flag > 0, torch.inf, largest.masked_fill(largest == _ABSENT, -torch.inf))
         self.entropy_lh = -entropy.masked_fill(entropy == _ABSENT, torch.nan)
-        self.gain_l = gain.masked_fill(gain == _ABSENT, torch.nan)[:, 0]
+        self.gain_l = gain.masked_fill(gain == _ABSENT, torch.nan)[:, :1].flatten()  # a stage may have no layers
 
 
 class AttentionMonitor:

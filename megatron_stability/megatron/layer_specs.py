@@ -38,6 +38,7 @@ from megatron.core.transformer.transformer_layer import (
 from packaging.version import Version
 
 from megatron_stability.megatron import seams
+from megatron_stability.megatron.core_attention import CoreAttention
 from megatron_stability.megatron.fp8_linear import fp8_linears, recipe_of
 from megatron_stability.megatron.model.attention import softcap_attention
 from megatron_stability.megatron.model.init import qkv_builder
@@ -136,6 +137,8 @@ def prevent(spec: ModuleSpec, config: TransformerConfig, model: Model) -> Module
     changes: dict[str, Any] = {}
     if model.qk_norm != "none" and not _norm_of_transformer_engine_fits(config, model):
         changes |= {"q_layernorm": QKNormBuilder(model, query=True), "k_layernorm": QKNormBuilder(model, query=False)}
+    if config.multi_latent_attention and _local(config):
+        changes["core_attention"] = CoreAttention  # Megatron's local one refuses MLA's key and value sizes
     if model.attention_softcap is not None:
         changes["core_attention"] = softcap_attention(model, config)
     if model.init.qk != "megatron":

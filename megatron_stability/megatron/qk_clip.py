@@ -5,8 +5,9 @@
     update_done    the clip, if the step updated the weights and a head is hot  after the optimizer
 
 `measure: forward` follows Kimi K2: S_max is of the step's own forward, and what is scaled are the weights that came out
-of the step; so the next forward shows at most τ and what one update adds. `measure: probe` measures the updated weights
-in update_done, before the clip; what it saw goes into the next step's record.
+of the step; so the next forward shows at most the limit and what one update and another batch add (`headroom` is for
+that). `measure: probe` measures the updated weights in update_done, before the clip; what it saw goes into the next
+step's record.
 Every rank scales its own copies of a weight (`master_weights`), by factors that follow from the reduced maxima alone,
 so there is no second collective and copies can't drift apart. bf16 copies are scaled as they are: until the next step
 they may lie one rounding from the master's cast, on all data-parallel ranks alike.
@@ -32,6 +33,8 @@ from megatron_stability.megatron import attention_layers, master_weights
 from megatron_stability.megatron.attention_layers import AttentionLayer
 from megatron_stability.megatron.attention_monitor import AttentionMonitor, Maxima
 from megatron_stability.numerics import qk_clip
+from megatron_stability.observe.config import QKClip
+from megatron_stability.observe.growth import LogitGrowth
 from megatron_stability.observe.reduction import Combine
 from megatron_stability.records import AttentionTable, StepRecord
 
@@ -86,9 +89,9 @@ def wanted(config: StabilityConfig) -> bool:
 class Clip:
     """Scales the weights of hot layers. Equal factors on every rank of a stage."""
 
-    def __init__(self, layers: Sequence[AttentionLayer], optimizer: Any, tau: float, alpha: float) -> None:
+    def __init__(self, layers: Sequence[AttentionLayer], optimizer: Any, settings: QKClip) -> None:
         """Refuses, by name, a layer that can't be clipped."""
-        self._layers, self._optimizer, self._tau, self._alpha = layers, optimizer, tau, alpha
+        self._layers, self._optimizer, self._settings = layers, optimizer, settings
         for layer in layers:
             layer.refuse_what_cannot_be_clipped()
         forms = [layer.form for layer in layers]  # factors of layers that are alike are computed at once
@@ -97,7 +100,7 @@ class Clip:
 
     def gamma(self, maxima: Maxima) -> torch.Tensor:
         """γ [L, H], 1 for layers that are frozen on this rank's stage."""
-        gamma_lh = qk_clip.gamma(maxima.max_lh, self._tau)
+        gamma_lh = qk_clip.gamma(maxima.max_lh, self._settings.tau, self._settings.headroom)
         gamma_lh[self._frozen] = 1.0
         return gamma_lh
 
@@ -109,7 +112,7 @@ class Clip:
         for alike in self._alike:
             hot = [at for at in alike if hot_l[at]]
             first = self._layers[alike[0]]
-            for scaled in first.scaled(gamma_lh[hot, : first.heads], self._alpha) if hot else ():
+            for scaled in first.scaled(gamma_lh[hot, : first.heads], self._settings.alpha) if hot else ():
                 for at, rows in zip(hot, scaled.rows, strict=True):
                     parameter = scaled.of(self._layers[at])
                     columns = parameter.numel() // len(rows)
@@ -141,9 +144,10 @@ class AttentionHook:
         self._monitor = AttentionMonitor(self._layers, config.qk_clip.measure, stage)
         self._clip: Clip | None = None
         if config.qk_clip.enabled:
-            self._clip = Clip(self._layers, optimizer, config.qk_clip.tau, config.qk_clip.alpha)
+            self._clip = Clip(self._layers, optimizer, config.qk_clip)
         shape = (len(self._layers), self._monitor.heads)
-        self._clips_lh = torch.zeros(shape, device=device)
+        self._clips_lh, self._least_gamma_lh = torch.zeros(shape, device=device), torch.ones(shape, device=device)
+        self._growth = LogitGrowth()
         self._gamma_lh = torch.ones(shape, dtype=torch.float64, device=device)
         self._maxima: Maxima | None = None
         self._found: Mapping[str, torch.Tensor] = {}
@@ -223,14 +227,17 @@ class AttentionHook:
             assert self._clip is not None
             self._clip(self._gamma_lh)
             self._clips_lh += self._gamma_lh < 1
-        if not self._table_due:
-            return None
-        factor_lh = self._gamma_lh.float() if clips else torch.ones_like(self._clips_lh)
+            self._least_gamma_lh = torch.minimum(self._least_gamma_lh, self._gamma_lh.float())
+        return self._table(maxima) if self._table_due else None
+
+    def _table(self, maxima: Maxima) -> AttentionTable:
+        """Collective over the pipeline stages."""
         assert self._stages is not None, "train_begins was not called"
-        gain_lh = maxima.gain_l[:, None].expand_as(self._clips_lh)
-        return self._stages.table(
-            self._step, torch.stack([maxima.max_lh, maxima.entropy_lh, factor_lh, self._clips_lh, gain_lh])
-        )
+        growth_lh = self._growth.add(self._step, maxima.max_lh)
+        gain_lh = maxima.gain_l[:, None].expand_as(growth_lh)
+        values = [maxima.max_lh, maxima.entropy_lh, self._least_gamma_lh, self._clips_lh, growth_lh, gain_lh]
+        self._least_gamma_lh = torch.ones_like(self._least_gamma_lh)
+        return self._stages.table(self._step, torch.stack(values))
 
     def _probe(self) -> Mapping[str, float]:
         """Collective over the model-parallel ranks: measure now; the two counts that decide, over all stages."""
@@ -273,7 +280,7 @@ class _Stages:
             [layer for stage, held in zip(stages, self._names, strict=True) for layer in stage[column][: len(held)]]
             for column in range(columns)
         ]
-        logits, entropies, factors, clips, gains = rows
+        logits, entropies, factors, clips, growths, gains = rows
         return AttentionTable(
             step=step,
             layers=tuple(names),
@@ -281,6 +288,7 @@ class _Stages:
             entropy_lh=_tuples(entropies),
             factor_lh=_tuples(factors),
             clips_lh=_tuples(clips),
+            growth_lh=_tuples(growths),
             max_gain_l=tuple(row[0] for row in gains),
         )
 

@@ -129,7 +129,7 @@ class Runtime:
         self._reduction = Reduction(group, device, extra)
         self._forward_state = optimizer_state.ForwardState(model)
         self._next_sample, self._last_step = args.consumed_train_samples, args.iteration
-        self.sinks.append(MegatronWriters(enabled=self.config.record.tensorboard))
+        self.sinks.append(MegatronWriters(self.config.record.tensorboard, self.config.observe.attention.head_curves))
         print_rank_last(f"> megatron-stability: mode {self.config.mode}, ledger in {self.ledger_folder()}")
 
     def _make_hooks(self, device: torch.device) -> str | None:

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import math
-
 from megatron.training import get_tensorboard_writer, get_wandb_writer
 
+from megatron_stability.record.attention_curves import curves
 from megatron_stability.records import AttentionTable, Decision, StepRecord
 
 
 class MegatronWriters:
     """A `pipeline.Sink`; writes on the rank where Megatron has a writer, and nowhere else."""
 
-    def __init__(self, enabled: bool) -> None:
-        """`enabled` is `record.tensorboard` of the configuration."""
-        self._enabled = enabled
+    def __init__(self, enabled: bool, head_curves: bool) -> None:
+        """As the settings `record.tensorboard` and `observe.attention.head_curves` say."""
+        self._enabled, self._head_curves = enabled, head_curves
 
     def write(self, record: StepRecord, decision: Decision) -> None:
         """Loss, norm and what was decided, at this step; NaN is written as NaN."""
@@ -30,20 +29,10 @@ class MegatronWriters:
         self._write(scalars, record.step)
 
     def write_attention(self, table: AttentionTable) -> None:
-        """A curve a layer: its hottest head, its least entropy, its clips so far, its largest QK-norm gain."""
-        if not self._enabled:
-            return
-        scalars: dict[str, float] = {}
-        for at, layer in enumerate(table.layers):
-            largest = [value for value in table.max_logit_lh[at] if not math.isnan(value)]
-            entropies = [value for value in table.entropy_lh[at] if not math.isnan(value)]
-            clips = [value for value in table.clips_lh[at] if not math.isnan(value)]
-            scalars |= {f"stability/attention/max-logit/{layer}": max(largest)} if largest else {}
-            scalars |= {f"stability/attention/min-entropy/{layer}": min(entropies)} if entropies else {}
-            scalars |= {f"stability/qk-clip/clips/{layer}": sum(clips)} if clips else {}
-            if not math.isnan(table.max_gain_l[at]):
-                scalars[f"stability/qk-norm/max-gain/{layer}"] = table.max_gain_l[at]
-        self._write(scalars, table.step)
+        """Curves of each layer, and of each head where they are asked for."""
+        if self._enabled:
+            scalars = {f"stability/{name}": value for name, value in curves(table, self._head_curves).items()}
+            self._write(scalars, table.step)
 
     @staticmethod
     def _write(scalars: dict[str, float], step: int) -> None:

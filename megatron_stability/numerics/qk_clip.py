@@ -6,6 +6,10 @@ Kimi K2's MuonClip (arXiv:2507.20534, algorithm 1). With S_h the largest pre-sof
 
 A logit is bilinear in q and k, so every logit of head h becomes γ_h times what it was, and the largest becomes τ.
 
+Headroom h (not in the paper, whose rule is h = 0): the limit (1-h)·τ stands for τ in the rule. A step's order is: S is
+measured, the update made, the clip applied; then comes the next batch. If update and batch together multiply a head's
+largest logit by at most 1/(1-h), no forward shows more than τ. With h = 0 a head that grows shows more in each of them.
+
 Grouped queries (GQA, MQA): a key head serves the query heads of its group, so its factor has to be common to them:
 
     Γ_g = max γ_h over the group;    W_k,g ← Γ_g^(1-α) W_k,g,    W_q,h ← γ_h / Γ_g^(1-α) W_q,h
@@ -34,17 +38,18 @@ from typing import NamedTuple
 import torch
 
 
-def gamma(s_max: torch.Tensor, tau: float) -> torch.Tensor:
+def gamma(s_max: torch.Tensor, tau: float, headroom: float = 0.0) -> torch.Tensor:
     """γ of every head.
 
     Args:
         s_max: [..., H] largest logits; NaN, infinite, zero and negative ones ask for nothing.
         tau: τ > 0.
+        headroom: h in [0, 1); the limit is (1-h)·τ.
 
     Returns:
-        [..., H] fp64 in (0, 1]; 1 where S is not finite or not above τ.
+        [..., H] fp64 in (0, 1]; 1 where S is not finite or not above the limit.
     """
-    s_max = s_max.double()
+    s_max, tau = s_max.double(), (1 - headroom) * tau
     hot = torch.isfinite(s_max) & (s_max > tau)
     return torch.where(hot, tau / torch.where(hot, s_max, tau), 1.0)
 

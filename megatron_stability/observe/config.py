@@ -14,6 +14,7 @@ class Attention(Section):
 
     enabled: bool = Field(False, description="measure attention logits and entropy also where qk_clip is off")
     every: int = Field(100, ge=1, description="steps between two entropies and two tables of all layers and heads")
+    head_curves: bool = Field(False, description="TensorBoard: five curves of each head too, not of layers alone")
 
 
 class Observe(Section):
@@ -27,6 +28,7 @@ class QKClip(Section):
 
     enabled: bool = Field(False, description="scale q and k of heads whose largest logit is above tau, after a step")
     tau: float = Field(100.0, gt=0, description="largest attention logit; 100 is a backstop, 30 an early warning")
+    headroom: float = Field(0.0, ge=0, lt=1, description="h: the clip's limit is (1-h) tau; h is what a step may add")
     alpha: float = Field(0.5, ge=0, le=1, description="the query's share of the factor's exponent")
     measure: Literal["forward", "probe"] = Field(
         "forward",

@@ -117,6 +117,7 @@ class AttentionEntry(Entry):
     entropy_lh: tuple[tuple[float, ...], ...]
     factor_lh: tuple[tuple[float, ...], ...]
     clips_lh: tuple[tuple[float, ...], ...]
+    growth_lh: tuple[tuple[float, ...], ...]
     max_gain_l: tuple[float, ...]
 
 

@@ -36,6 +36,7 @@ def config(kind: str, tp: int = 1, pp: int = 1, layers: int = 1, **options: Any)
         "apply_rope_fusion": False,
         "gradient_accumulation_fusion": False,
         "persist_layer_norm": False,
+        "transformer_impl": "local",
     }
     if kind == "mla":
         sizes = {"q_lora_rank": 24, "kv_lora_rank": 16, "qk_head_dim": 6, "qk_pos_emb_head_dim": 4, "v_head_dim": 5}
@@ -82,6 +83,96 @@ def model(
     )
 
 
+def chunks(config: Any, **settings: Any) -> list[Any]:
+    """This rank's GPTModel chunks by our own layer spec, MTP block too; `settings` are of the `model` section."""
+    from megatron.core import parallel_state
+    from megatron.core.models.gpt import GPTModel
+
+    from megatron_stability.megatron import layer_specs
+    from megatron_stability.numerics.config import Model
+
+    virtual, made = config.virtual_pipeline_model_parallel_size, []
+    for vp_stage in range(virtual) if virtual else (None,):
+        where = {"ignore_virtual": False, "vp_stage": vp_stage}
+        made.append(
+            GPTModel(
+                config,
+                layer_specs.block_spec(config, vp_stage, Model(**settings)),
+                vocab_size=VOCAB,
+                max_sequence_length=SEQ,
+                pre_process=parallel_state.is_pipeline_first_stage(**where),
+                post_process=parallel_state.is_pipeline_last_stage(**where),
+                position_embedding_type="rope",
+                share_embeddings_and_output_weights=False,
+                mtp_block_spec=layer_specs.mtp_block_spec(config, vp_stage, Model(**settings)),
+                vp_stage=vp_stage,
+            )
+        )
+    return made
+
+
+def hybrid(config: Any, pattern: str) -> list[Any]:
+    """This rank's HybridModel: `*` a layer of attention alone, `-` of an MLP alone, `|` where the next stage begins."""
+    from megatron.core import parallel_state
+    from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
+    from megatron.core.models.hybrid.hybrid_model import HybridModel
+    from megatron.core.ssm.mlp_layer import MLPLayer
+    from megatron.core.transformer.spec_utils import ModuleSpec
+    from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+
+    from megatron_stability.megatron import layer_specs
+    from megatron_stability.numerics.config import Model
+
+    layer = layer_specs.layer_specs(config, Model())[0].submodules
+
+    def part(module: Any, *names: str) -> Any:
+        return ModuleSpec(module, submodules=TransformerLayerSubmodules(**{name: getattr(layer, name) for name in names}))
+
+    stack = ModuleSpec(
+        HybridStack,
+        params={"post_layer_norm": False},
+        submodules=HybridStackSubmodules(
+            attention_layer=part(TransformerLayer, "input_layernorm", "self_attention", "self_attn_bda"),
+            mlp_layer=part(MLPLayer, "pre_mlp_layernorm", "mlp", "mlp_bda"),
+        ),
+    )
+    return [
+        HybridModel(
+            config,
+            stack,
+            vocab_size=VOCAB,
+            max_sequence_length=SEQ,
+            hybrid_layer_pattern=pattern,
+            pre_process=parallel_state.is_pipeline_first_stage(),
+            post_process=parallel_state.is_pipeline_last_stage(),
+            position_embedding_type="rope",
+        )
+    ]
+
+
+def scheduled_forward(model: list[Any], microbatches: int = 2) -> None:
+    """One step's forwards by Megatron's own pipeline schedule, in training mode; each data-parallel rank has its own."""
+    from megatron.core import parallel_state
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    def step(iterator: Any, chunk: Any) -> Any:
+        tokens, positions = next(iterator)
+        return chunk(tokens, positions, None, labels=tokens), lambda loss: (loss.mean(), {})
+
+    rank = parallel_state.get_data_parallel_rank()
+    batches = [batch(rows=1, seed=microbatches * rank + at) for at in range(microbatches)]
+    iterators = [iter(batches) for _ in model]
+    get_forward_backward_func()(
+        forward_step_func=step,
+        data_iterator=iterators if len(model) > 1 else iterators[0],
+        model=model if len(model) > 1 else model[0],
+        num_microbatches=microbatches,
+        seq_length=SEQ,
+        micro_batch_size=1,
+        forward_only=True,
+    )
+
+
 def fill(module: torch.nn.Module, scale: float = 0.6) -> None:
     """Weights that depend on name and global index alone: tensor-parallel shards are cuts of one whole."""
     from megatron.core import parallel_state
@@ -116,6 +207,12 @@ def forward(gpt: Any, rows: int = 2, seed: int = 0) -> Any:
 
 
 def wrapped(gpt: Any, optimizer: str, **options: Any) -> tuple[Any, Any]:
+    """`wrapped_chunks` of one."""
+    (ddp,), made = wrapped_chunks([gpt], optimizer, **options)
+    return ddp, made
+
+
+def wrapped_chunks(model: list[Any], optimizer: str, **options: Any) -> tuple[list[Any], Any]:
     """Megatron's bf16 or fp32 wrappers and one of its optimizers: fp32, float16, distributed, overlap, muon, dist-muon."""
     from megatron.core.distributed import DistributedDataParallelConfig
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
@@ -126,15 +223,15 @@ def wrapped(gpt: Any, optimizer: str, **options: Any) -> tuple[Any, Any]:
     distributed = any(word in optimizer for word in ("distributed", "overlap", "dist-"))
     overlap = "overlap" in optimizer
     muon = "muon" in optimizer
+    config = model[0].config
     if bf16:
-        gpt.config.bf16 = True
-        gpt.config.params_dtype = torch.bfloat16
-        gpt = Float16Module(gpt.config, gpt)
+        config.bf16, config.params_dtype, config.pipeline_dtype = True, torch.bfloat16, torch.bfloat16
+        model = [Float16Module(config, chunk) for chunk in model]
     ddp_config = DistributedDataParallelConfig(
         use_distributed_optimizer=distributed, overlap_param_gather=overlap, overlap_grad_reduce=overlap
     )
-    (ddp,) = wrap_model_chunks_with_ddp(
-        [gpt], gpt.config, ddp_config, use_layer_wise_distributed_optimizer=muon and distributed
+    ddp = wrap_model_chunks_with_ddp(
+        model, config, ddp_config, use_layer_wise_distributed_optimizer=muon and distributed
     )
     settings = {
         "optimizer": "muon" if muon else "adam",
@@ -148,7 +245,7 @@ def wrapped(gpt: Any, optimizer: str, **options: Any) -> tuple[Any, Any]:
     }
     if muon and distributed:
         settings["use_layer_wise_distributed_optimizer"] = True
-    return ddp, get_megatron_optimizer(OptimizerConfig(**settings | options), [ddp])
+    return ddp, get_megatron_optimizer(OptimizerConfig(**settings | options), ddp)
 
 
 def hook(chunks: list[Any], optimizer: Any = None, **qk_clip: Any) -> Any:

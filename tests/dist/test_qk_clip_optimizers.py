@@ -25,8 +25,9 @@ def _clip(ddp: Any, optimizer: Any) -> None:
     from megatron_stability.megatron.attention_layers import find
     from megatron_stability.megatron.qk_clip import Clip
     from megatron_stability.numerics.qk_clip import gamma
+    from megatron_stability.observe.config import QKClip
 
-    Clip(find([ddp]), optimizer, TAU, 0.4)(gamma(_maxima(), TAU))
+    Clip(find([ddp]), optimizer, QKClip(tau=TAU, alpha=0.4))(gamma(_maxima(), TAU))
 
 
 def _qkv(ddp: Any) -> dict[str, torch.nn.Parameter]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -42,3 +43,14 @@ def test_links_and_scripts_exist(document: Path) -> None:
 def test_flag_names_are_unique() -> None:
     paths = [path for path, _ in leaves()]
     assert len({dest(path) for path in paths}) == len(paths)
+
+
+def test_the_committed_muonclip_figures_keep_what_the_page_says() -> None:
+    figures = json.loads((ROOT / "docs" / "muonclip.json").read_text())
+    page, tau = (ROOT / "docs" / "qk_clip.md").read_text(), figures["tau"]
+    for layout in ("dp2", "tp2pp2"):
+        without, clipped = (figures[f"{layout}-{way}"]["max_logit"] for way in ("without", "with"))
+        assert len(without) == len(clipped) == 300
+        assert max(clipped) <= tau < max(without) / 2
+        assert f"{max(without):.1f}" in page
+        assert f"{max(clipped):.2f}" in page

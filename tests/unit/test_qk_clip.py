@@ -57,10 +57,25 @@ def test_case_5_value_and_gate_rows_and_biases_have_factor_one(gate):
     assert torch.equal(rows, torch.tensor(expected)[None, :, None].expand(2, -1, D))
 
 
+def test_headroom_lowers_the_limit_and_what_a_hot_head_lands_on():
+    s_h = torch.tensor([7.0, 7.5, 8.0, 20.0])
+    gamma = qk_clip.gamma(s_h, TAU, headroom=0.25)
+    assert gamma.tolist() == [1.0, 1.0, 7.5 / 8.0, 7.5 / 20.0]
+    assert torch.equal(qk_clip.gamma(s_h, TAU, headroom=0.0), qk_clip.gamma(s_h, TAU))
+
+
 def test_case_4_one_hot_head_in_a_group_of_four():
-    factors = qk_clip.split(qk_clip.gamma(torch.tensor([5.0, 40.0, 9.0, 10.0]), TAU), 1, 0.5)
+    torch.manual_seed(0)
+    weight, x = torch.randn((4 + 2) * D, HIDDEN) / 4, torch.randn(S, HIDDEN)
+    weight[D : 2 * D] *= 20
+    before = _logits(*_project(weight, x, 4, 1, gate=False))
+    s_h = before.amax(dim=(1, 2))
+    assert (s_h > TAU).tolist() == [False, True, False, False]
+    factors = qk_clip.split(qk_clip.gamma(s_h, TAU), 1, 0.5)
+    after = _logits(*_project(weight * qk_clip.qkv_rows(factors, D)[:, None], x, 4, 1, gate=False))
+    assert after[1].max().item() == pytest.approx(TAU, rel=1e-6)
+    assert torch.equal(after[[0, 2, 3]], before[[0, 2, 3]])
     assert factors.k_g.tolist() == [1.0]
-    assert factors.q_h.tolist() == [1.0, 0.25, 1.0, 1.0]
 
 
 def test_case_3_and_never_harmful_what_is_no_maximum_asks_for_nothing():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import torch
 from megatron_stability import config, detect
 from megatron_stability.errors import UsageError
 from megatron_stability.observe.reduction import LocalSignals, combine
+from megatron_stability.record.attention_curves import curves
 from megatron_stability.record.entries import read
 from megatron_stability.record.ledger import Ledger, RunInfo
 from megatron_stability.records import AttentionTable, StepRecord, Tier
@@ -23,6 +25,8 @@ from megatron_stability.records import AttentionTable, StepRecord, Tier
         "tau=.nan",
         "tau=.inf",
         "alpha=1.5",
+        "headroom=1",
+        "headroom=-0.1",
         "measure=guess",
         "every=0",
     ],
@@ -66,21 +70,43 @@ def test_heads_that_are_not_finite_are_a_finding_of_the_highest_kind_and_dead_on
     assert detectors["attention_dead_heads"].inspect(_record({"attention/nonpositive_heads": 0.0})) is None
 
 
+TABLE = AttentionTable(
+    step=7,
+    layers=("decoder.layers.0", "mtp.layers.0"),
+    max_logit_lh=((1.5, math.inf), (-2.0, math.nan)),
+    entropy_lh=((0.5, math.nan), (0.25, math.nan)),
+    factor_lh=((1.0, 0.5), (1.0, math.nan)),
+    clips_lh=((2.0, 3.0), (0.0, math.nan)),
+    growth_lh=((math.nan, 0.125), (math.nan, math.nan)),
+    max_gain_l=(math.nan, 1.25),
+)
+
+
 def test_the_ledger_keeps_tables_with_nan_and_inf(tmp_path: Path) -> None:
-    table = AttentionTable(
-        step=7,
-        layers=("decoder.layers.0", "mtp.layers.0"),
-        max_logit_lh=((1.5, math.inf), (-2.0, math.nan)),
-        entropy_lh=((0.5, math.nan), (0.25, math.nan)),
-        factor_lh=((1.0, 0.5), (1.0, math.nan)),
-        clips_lh=((0.0, 3.0), (0.0, math.nan)),
-        max_gain_l=(math.nan, 1.25),
-    )
     info = RunInfo(mode="act", versions={}, layout={})
     with Ledger.open(tmp_path, resume_step=0, resume_sample=0, run_info=info) as ledger:
-        ledger.write_attention(table)
+        ledger.write_attention(TABLE)
     (entry,) = read(tmp_path).attention
-    assert entry.step == 7
-    assert entry.layers == table.layers
-    for name in ("max_logit_lh", "entropy_lh", "factor_lh", "clips_lh", "max_gain_l"):
-        assert repr(getattr(entry, name)) == repr(getattr(table, name))
+    for field in dataclasses.fields(TABLE):
+        assert repr(getattr(entry, field.name)) == repr(getattr(TABLE, field.name))
+
+
+def test_a_table_is_curves_of_layers_and_of_heads() -> None:
+    layers = curves(TABLE, heads=False)
+    assert layers == {
+        "attention/max-logit/decoder.layers.0": math.inf,
+        "attention/max-logit/mtp.layers.0": -2.0,
+        "attention/min-entropy/decoder.layers.0": 0.5,
+        "attention/min-entropy/mtp.layers.0": 0.25,
+        "attention/logit-growth/decoder.layers.0": 0.125,
+        "qk-clip/min-factor/decoder.layers.0": 0.5,
+        "qk-clip/min-factor/mtp.layers.0": 1.0,
+        "qk-clip/clips/decoder.layers.0": 5.0,
+        "qk-clip/clips/mtp.layers.0": 0.0,
+        "qk-norm/max-gain/mtp.layers.0": 1.25,
+    }
+    heads = curves(TABLE, heads=True)
+    assert heads.items() > layers.items()
+    assert heads["attention/max-logit/decoder.layers.0/head-0"] == 1.5
+    assert heads["qk-clip/clips/decoder.layers.0/head-1"] == 3.0
+    assert "attention/min-entropy/decoder.layers.0/head-1" not in heads
