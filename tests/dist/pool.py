@@ -254,6 +254,7 @@ def _rank(template: Connection, folder: Path, rank: int, world: int, timeout: fl
         faulthandler.register(signal.SIGUSR1, file=stack)
         client.connect(str(folder / "socket"))
         connection = Connection(client.detach())
+        os.register_at_fork(after_in_child=connection.close)  # a rank's child that outlives it must not hold the line
         connection.send((rank, os.getpid()))
         try:
             answer = pickle.dumps((0.0, _work(connection, folder, rank, world, timeout)))
