@@ -211,7 +211,7 @@ def test_attention_of(megatron_ranks: Pool, kind: str, tp: int) -> None:
     weights |= {
         f"{part}_layernorm.weight": state[f"{part}_norm.weight"] for part in "qk" if f"{part}_norm.weight" in state
     }
-    where = small.layout(tp, tp=tp, **more)
+    where = small.layout(tp, tp=tp, num_layers=1, **more)
     got = megatron_ranks.run(attention_layer, where, model, weights, x, dy, world=tp, timeout=300)
 
     position_ids = torch.arange(small.SEQUENCE).unsqueeze(0)
@@ -265,7 +265,7 @@ def test_gemma2_final_softcap(megatron_ranks: Pool, tp: int) -> None:
     with torch.no_grad():
         expected = gemma(tokens).logits
     assert expected.abs().max() > 29.0
-    where = small.layout(tp, tp=tp)
+    where = small.layout(tp, tp=tp, num_layers=1)
     weight = gemma.lm_head.weight.detach()
     for logits in megatron_ranks.run(capped_head, where, weight, seen[0], 30.0, world=tp, timeout=200):
         assert relative(logits[..., : small.VOCAB], expected) < 1e-4

@@ -29,7 +29,14 @@ SETTINGS = {
 }
 FLAGS = (
     *(*jobs.TP2, "--sequence-parallel", "--group-query-attention", "--num-query-groups", "2", "--mtp-num-layers", "1"),
-    *("--calculate-per-token-loss", "--train-iters", str(STEPS), "--stability-mode", "act"),
+    *(
+        "--untie-embeddings-and-output-weights",
+        "--calculate-per-token-loss",
+        "--train-iters",
+        str(STEPS),
+        "--stability-mode",
+        "act",
+    ),
     *(word for name, value in SETTINGS.items() for word in (f"--stability-model-{name}", value)),
 )
 
