@@ -59,7 +59,9 @@ class Context:
     world: int
     group: dist.ProcessGroup
 
-    def megatron(self, tp: int = 1, pp: int = 1, vpp: int | None = None, ep: int = 1, seed: int = 1234) -> None:
+    def megatron(
+        self, tp: int = 1, pp: int = 1, vpp: int | None = None, ep: int = 1, etp: int | None = None, seed: int = 1234
+    ) -> None:
         """Install the CPU backend and initialise Megatron's parallel state and RNG tracker for a layout.
 
         Args:
@@ -67,6 +69,7 @@ class Context:
             pp: Pipeline-parallel size; the data-parallel size follows from the world's.
             vpp: Virtual pipeline stages a rank.
             ep: Expert-parallel size.
+            etp: Expert-tensor-parallel size, None for `tp`.
             seed: Seed of host and device RNG.
         """
         cpu.install()
@@ -77,6 +80,7 @@ class Context:
             pipeline_model_parallel_size=pp,
             virtual_pipeline_model_parallel_size=vpp,
             expert_model_parallel_size=ep,
+            expert_tensor_parallel_size=etp,
         )
         torch.manual_seed(seed)
         tensor_parallel.model_parallel_cuda_manual_seed(seed)

@@ -38,7 +38,7 @@ def build(context: Context, where: dict[str, Any], model: Model, weights: dict[s
     from megatron_stability.megatron.model.loss import HeadLoss
 
     if not parallel_state.model_parallel_is_initialized():
-        context.megatron(where["tp"], where["pp"], where["vpp"], where["ep"])
+        context.megatron(where["tp"], where["pp"], where["vpp"], where["ep"], etp=1)
     torch.manual_seed(1234)  # the same whole weights at each build
     config = TransformerConfig(**configuration(where, model))
 
@@ -189,7 +189,8 @@ def logits_of(chunks: list[Any], model: Model, tokens: Tensor) -> Tensor | None:
         found.append(HeadLoss(model, VOCAB).capped(output.detach()).contiguous())
         return output.sum(), {}
 
-    schedule(forward_step, chunks, [(tokens,)], forward_only=True)
+    stages = parallel_state.get_pipeline_model_parallel_world_size()
+    schedule(forward_step, chunks, [(tokens,)] * stages, forward_only=True)  # interleaved wants as many
     if not found:
         return None
     parts = [torch.empty_like(found[0]) for _ in range(parallel_state.get_tensor_model_parallel_world_size())]

@@ -29,7 +29,8 @@ def train(
 
     from megatron_stability.megatron.model.embedding_clip import EmbeddingClipHook
 
-    where = where | {"more": where["more"] | {"bf16": flags["bf16"], "params_dtype": _dtype(flags)}}
+    dtypes = {"bf16": flags["bf16"], "params_dtype": _dtype(flags), "pipeline_dtype": _dtype(flags)}
+    where = where | {"more": where["more"] | dtypes}
     chunks = small.build(context, where, model, None)
     config = chunks[0].config
     config.finalize_model_grads_func = finalize_model_grads
@@ -278,6 +279,9 @@ def activations(context: Context, width: int, use_mup: bool) -> list[float]:
     settings = OptimizerConfig(lr=0.01, weight_decay=0.0)
     overrides = get_mup_config_overrides(settings, chunk.config.mup_width_mult) if use_mup else None
     optimizer = get_megatron_optimizer(settings, [wrapped], config_overrides=overrides)
+    for group in optimizer.param_groups:  # µP's rates are the scheduler's maxima; without one they would not be used
+        group["lr"] = group.get("max_lr") or settings.lr
+    assert len({group["lr"] for group in optimizer.param_groups}) == (2 if use_mup and width > 64 else 1)
     tokens = torch.randint(0, small.VOCAB, (2, small.SEQUENCE), generator=torch.Generator().manual_seed(3))
     with torch.no_grad():
         before = chunk(tokens, small.positions(tokens), None)
