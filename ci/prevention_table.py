@@ -4,7 +4,7 @@
     python ci/prevention_table.py --write    put it into docs/prevention.md
     python ci/prevention_table.py --check    exit 1 if the page's differs
 
-A cell is what `refuse_what_cannot_work` says to the pair; which of the others a test runs, and where, stands in TESTED.
+A cell is what `refuse_what_cannot_work` says to the pair; which of the others a test runs stands in TESTED.
 """
 
 from __future__ import annotations
@@ -51,20 +51,32 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "recompute": {"recompute_granularity": "selective"},
     "local": {},
     "TE": {"transformer_impl": "transformer_engine"},
+    "0.18": {},
+    "0.19": {},
 }
 _QK = tuple(feature for feature in FEATURES if feature.startswith("QK-norm"))
-_HEAD, _CAP, _INIT, _CLIP = ("final softcap", "z-loss"), "attention softcap, `auto`", ("`init.qk`",), "embedding clip"
+_PER_HEAD, _WHOLE = "QK-norm `rmsnorm`", "QK-norm `rmsnorm_whole`"
+_CAP, _HEAD = "attention softcap, `auto`", ("final softcap", "z-loss")
+_INIT, _CLIP = ("`init.qk`", "`init.embedding`"), "embedding clip"
+_RELEASE = (_WHOLE, _CAP, *_HEAD, *_INIT, _CLIP)  # tests/e2e/test_prevention.py: TP 2, SP and MTP in one run
+_LAYOUT = (*_QK, _CAP, *_HEAD)  # tests/dist/test_prevention_layouts.py
 TESTED: dict[str, tuple[str, ...]] = {
-    "TP": (*_QK, _CAP, *_HEAD, *_INIT, "`init.embedding`"),
-    "SP": (*_QK, _CAP, *_HEAD),
-    "TP > groups": ("QK-norm `rmsnorm`", *_HEAD),
-    "PP": (*_QK, *_HEAD),
-    "VPP": ("QK-norm `rmsnorm`", *_HEAD),
-    "DP": (*_HEAD, _CLIP),
-    "dist. opt.": (_CLIP,),
-    "µP": ("QK-norm `rmsnorm`",),
-    "local": (*_QK, _CAP, *_HEAD, *_INIT, "`init.embedding`", _CLIP),
+    "TP": (*_LAYOUT, *_INIT, _CLIP),
+    "TP > groups": (_PER_HEAD, *_HEAD),
+    "SP": (*_LAYOUT, *_INIT, _CLIP),
+    "PP": (*_LAYOUT, _CLIP),
+    "VPP": _LAYOUT,
+    "DP": (*_LAYOUT, _CLIP),
+    "dist. opt.": (_PER_HEAD, _CAP, _CLIP),
+    "EP": _LAYOUT,
+    "MTP": (*_LAYOUT, *_INIT, _CLIP),
+    "µP": (_PER_HEAD,),
+    "recompute": _LAYOUT,
+    "local": (*_LAYOUT, *_INIT, _CLIP),
+    "0.18": _RELEASE,
+    "0.19": (*_LAYOUT, *_INIT, _CLIP),
 }
+MATHEMATICS: dict[str, tuple[str, ...]] = {"CP": _LAYOUT}  # tests/dist/test_sharded_numerics.py
 
 
 def arguments(**changes: Any) -> Namespace:
@@ -86,13 +98,15 @@ def arguments(**changes: Any) -> Namespace:
 
 
 def cell(feature: str, layout: str) -> str:
-    """✓ a test runs it; ○ built so, not run here (no GPU, or no test of the pair); — refused at start."""
+    """✓ a test runs it; ◐ its sharded formulas; ○ built so, not run (no GPU, or no test); — refused at start."""
     config = StabilityConfig(mode="act", model=FEATURES[feature])
     try:
         settings.refuse_what_cannot_work(config, arguments(**LAYOUTS[layout]))
     except UsageError:
         return "—"
-    return "✓" if feature in TESTED.get(layout, ()) else "○"
+    if feature in TESTED.get(layout, ()):
+        return "✓"
+    return "◐" if feature in MATHEMATICS.get(layout, ()) else "○"
 
 
 def table() -> str:

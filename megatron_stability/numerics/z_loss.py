@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-BLOCK_ELEMENTS = 1 << 18  # of a block of rows: 1 MiB of fp32, which a CPU's cache holds, times a few temporaries
+BLOCK_ELEMENTS = 1 << 17  # of a block of rows: 512 KiB of fp32, which a core's own cache holds
 
 
 @dataclass
@@ -105,8 +105,10 @@ class _Loss(torch.autograd.Function):
         mine = torch.zeros(columns, flat.shape[0], dtype=torch.float32, device=logits.device)
         mine[0], mine[2] = -math.inf, -math.inf
         if real:
+            scratch = _scratch(flat, real)
             for rows in _blocks(flat):
-                _measure(flat[rows, :real], owned[rows], settings, mine[:, rows])
+                block = flat[rows, :real]
+                _measure(block, owned[rows], settings, mine[:, rows], scratch[: block.shape[0]])
         largest, total, picked, mean = _combine(mine, group, settings)
         log_total = total.log()
         loss = log_total - (picked - largest)  # not log-Z less the logit: a small loss of large logits would be noise
@@ -130,44 +132,49 @@ class _Loss(torch.autograd.Function):
         local_rows = logits.shape[-1]
         flat, flat_out = logits.reshape(-1, local_rows), out.view(-1, local_rows)
         owned = target.reshape(-1) - ctx.first
+        in_place = flat_out.dtype is torch.float32  # then a block's gradient is made where it belongs
+        scratch = _scratch(flat, 0 if in_place else ctx.real)
+        capped = _scratch(flat, 0 if ctx.settings.cap is None else ctx.real)
         for rows in _blocks(flat):
+            block, place = flat[rows, : ctx.real], flat_out[rows, : ctx.real]
             if ctx.real:
-                flat_out[rows, : ctx.real] = _gradient(
-                    flat[rows, : ctx.real], owned[rows], ctx.settings, largest[rows], total[rows], weight[rows]
-                )
+                work = place if in_place else scratch[: block.shape[0]]
+                token = largest[rows], total[rows], weight[rows]
+                place.copy_(_gradient(block, owned[rows], ctx.settings, *token, work, capped[: block.shape[0]]))
             flat_out[rows, ctx.real :] = 0.0
         return out, None, None, None, None, None
 
 
-def _blocks(flat: Tensor) -> list[slice]:
+def _rows(flat: Tensor) -> int:
     rows = max(1, BLOCK_ELEMENTS // flat.shape[-1])
-    if flat.is_cuda:  # there, a block has to fill the device
-        rows *= 64
+    return min(flat.shape[0], rows * 64 if flat.is_cuda else rows)  # on a GPU a block has to fill the device
+
+
+def _blocks(flat: Tensor) -> list[slice]:
+    rows = max(1, _rows(flat))
     return [slice(start, start + rows) for start in range(0, flat.shape[0], rows)]
 
 
-def _measure(block: Tensor, owned: Tensor, settings: LossSettings, out: Tensor) -> None:
+def _scratch(flat: Tensor, columns: int) -> Tensor:
+    """Room for a block in fp32, used by one block after the other: it stays in the cache and is allocated once."""
+    return torch.empty(_rows(flat), columns, dtype=torch.float32, device=flat.device)
+
+
+def _measure(block: Tensor, owned: Tensor, settings: LossSettings, out: Tensor, scratch: Tensor) -> None:
     """Writes max y, Σexp(y - max), the target's logit where this rank owns it, and (smoothing) Σy."""
-    y = _capped(block, settings.cap)
+    y = _capped(scratch.copy_(block), settings.cap)
     here = (owned >= 0) & (owned < y.shape[-1])
     picked = y.gather(-1, owned.clamp(0, y.shape[-1] - 1).unsqueeze(-1)).squeeze(-1)
     out[2] = picked.masked_fill(~here, -math.inf)
     if settings.smoothing:
         out[3] = y.sum(-1)
     out[0] = y.amax(-1)
-    out[1] = _shifted(y, out[0], block).exp_().sum(-1)
+    out[1] = y.sub_(out[0].unsqueeze(-1)).exp_().sum(-1)
 
 
-def _shifted(y: Tensor, by: Tensor, block: Tensor) -> Tensor:
-    """y - by of each row; in place where y is a copy of the block, for fp32 logits without a cap are the caller's."""
-    return y - by.unsqueeze(-1) if y.data_ptr() == block.data_ptr() else y.sub_(by.unsqueeze(-1))
-
-
-def _capped(block: Tensor, cap: float | None) -> Tensor:
-    y = block.float()
-    if cap is None:
-        return y
-    return y.div(cap).tanh_().mul_(cap)
+def _capped(y: Tensor, cap: float | None) -> Tensor:
+    """c·tanh(y/c), in place."""
+    return y if cap is None else y.div_(cap).tanh_().mul_(cap)
 
 
 def _combine(
@@ -187,22 +194,32 @@ def _combine(
 
 
 def _gradient(
-    block: Tensor, owned: Tensor, settings: LossSettings, largest: Tensor, total: Tensor, weight: Tensor
+    block: Tensor,
+    owned: Tensor,
+    settings: LossSettings,
+    largest: Tensor,
+    total: Tensor,
+    weight: Tensor,
+    work: Tensor,
+    capped: Tensor,
 ) -> Tensor:
-    """d/d(logits) of a block, fp32: weight · ((1 + 2βZ)·p - smoothed onehot) · d(cap)/dx."""
-    y = _capped(block, settings.cap)
-    gradient = (_shifted(y, largest, block) if settings.cap is None else y - largest.unsqueeze(-1)).exp_()
+    """d/d(logits) of a block, made in `work`: weight · ((1 + 2βZ)·p - smoothed onehot) · d(cap)/dx.
+
+    `work` may be the block itself; `capped` is room for the capped logits, of no columns where there is no cap.
+    """
+    gradient = work.copy_(block if settings.cap is None else _capped(capped.copy_(block), settings.cap))
+    gradient.sub_(largest.unsqueeze(-1)).exp_()
     log_z = largest + total.log()
-    # a token without weight adds exactly 0, even where its own numbers are not finite
+    # a token without weight has factor 0 whatever its log-Z is
     factor = torch.where(weight == 0, 0.0, weight * (1.0 + 2.0 * settings.beta * log_z) / total)
     gradient.mul_(factor.unsqueeze(-1))
     if settings.smoothing:
         gradient.sub_(weight.unsqueeze(-1) * (settings.smoothing / settings.vocab_size))
-    here = (owned >= 0) & (owned < y.shape[-1])
+    here = (owned >= 0) & (owned < gradient.shape[-1])
     hit = torch.where(here, -(1.0 - settings.smoothing) * weight, 0.0)
-    gradient.scatter_add_(-1, owned.clamp(0, y.shape[-1] - 1).unsqueeze(-1), hit.unsqueeze(-1))
+    gradient.scatter_add_(-1, owned.clamp(0, gradient.shape[-1] - 1).unsqueeze(-1), hit.unsqueeze(-1))
     if settings.cap is not None:
-        gradient.mul_(y.div_(settings.cap).square_().neg_().add_(1.0))
+        gradient.mul_(capped.div_(settings.cap).square_().neg_().add_(1.0))
     return gradient
 
 

@@ -18,6 +18,7 @@ pytestmark = pytest.mark.megatron
 
 
 WHOLE, CAP, FLEX = Model(qk_norm="rmsnorm_whole"), Model(attention_softcap=50.0), "attention_softcap_kernel"
+FLEXED = CAP.model_copy(update={FLEX: "flex"})
 REFUSED: list[tuple[Model, dict[str, Any], str, str]] = [
     (WHOLE, {"tensor_model_parallel_size": 4}, "qk-norm rmsnorm_whole", "--tensor-model-parallel-size 4"),
     (WHOLE, {"spec": None}, "qk-norm", "no --spec"),
@@ -28,8 +29,8 @@ REFUSED: list[tuple[Model, dict[str, Any], str, str]] = [
     (CAP, {"mtp_num_layers": 1, "stability_own_model": False}, "attention-softcap", "--mtp-num-layers"),
     (CAP, {"transformer_impl": "inference_optimized"}, "attention-softcap", "--transformer-impl"),
     (CAP.model_copy(update={FLEX: "dense"}), {"transformer_impl": "transformer_engine"}, "dense", "--transformer-impl"),
-    (CAP.model_copy(update={FLEX: "flex"}), {"attention_dropout": 0.1}, "flex", "--attention-dropout"),
-    (CAP.model_copy(update={FLEX: "flex"}), {"context_parallel_size": 2}, "flex", "--context-parallel-size"),
+    (FLEXED, {"attention_dropout": 0.1}, "flex", "--attention-dropout"),
+    (FLEXED, {"context_parallel_size": 2}, "flex", "--context-parallel-size"),
     (Model(z_loss=1e-4), {"cross_entropy_loss_fusion": True}, "z-loss", "--cross-entropy-loss-fusion"),
     (Model(final_softcap=30.0), {"cross_entropy_loss_fusion": True}, "final-softcap", "--cross-entropy-loss-fusion"),
     (Model(z_loss=1e-4), {"fp16_lm_cross_entropy": True}, "z-loss", "--fp16-lm-cross-entropy"),
@@ -43,6 +44,12 @@ REFUSED: list[tuple[Model, dict[str, Any], str, str]] = [
         "init-embedding",
         "--embedding-init-method-std",
     ),
+    (WHOLE, {"num_attention_heads": 6, "tensor_model_parallel_size": 4}, "qk-norm", "--tensor-model-parallel-size 4"),
+    (FLEXED, {"softmax_type": "learnable"}, "flex", "--softmax-type learnable"),
+    (FLEXED, {"create_attention_mask_in_dataloader": True}, "flex", "attention mask from the data loader"),
+    (FLEXED, {"distributed_backend": "gloo"}, "flex", "--distributed-backend gloo"),
+    (Model(z_loss=1e-4), {"cuda_graph_impl": "full_iteration"}, "z-loss", "--cuda-graph-impl full_iteration"),
+    (Model(final_softcap=30.0), {"cuda_graph_scope": ["full_iteration"]}, "final-softcap", "full_iteration"),
     (Model(embedding_norm_clip=1.0), {"use_megatron_fsdp": True}, "embedding-norm-clip", "--use-megatron-fsdp"),
     (Model(embedding_norm_clip=1.0), {"fp8_param_gather": True}, "embedding-norm-clip", "--fp8-param-gather"),
 ]
@@ -54,6 +61,19 @@ def test_a_pair_that_cannot_work_is_named(model: Model, changes: dict[str, Any],
         settings.refuse_what_cannot_work(StabilityConfig(model=model), arguments(**changes))
     assert ours in str(caught.value)
     assert theirs in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("model", "tree", "theirs"),
+    [
+        (Model(qk_norm="rms_no_gain"), {"qk_clip": {"enabled": True}}, "--stability-qk-clip-enabled"),
+        (FLEXED, {"qk_clip": {"enabled": True}}, "--stability-qk-clip-measure forward"),
+        (FLEXED, {"observe": {"attention": {"enabled": True}}}, "--stability-qk-clip-measure forward"),
+    ],
+)
+def test_settings_of_the_plugin_that_exclude_each_other(model: Model, tree: dict[str, Any], theirs: str) -> None:
+    with pytest.raises(UsageError, match=f"--stability-model-.* with {theirs}: "):
+        settings.refuse_what_cannot_work(StabilityConfig(model=model, **tree), arguments())
 
 
 @pytest.mark.parametrize("model", [WHOLE, CAP, Model(z_loss=1e-4), Model(init=Init(qk="d_model"))])

@@ -11,6 +11,7 @@ import ctypes
 import faulthandler
 import gc
 import importlib
+import io
 import multiprocessing
 import os
 import pickle
@@ -60,7 +61,9 @@ class Context:
     world: int
     group: dist.ProcessGroup
 
-    def megatron(self, tp: int = 1, pp: int = 1, vpp: int | None = None, ep: int = 1, seed: int = 1234) -> None:
+    def megatron(
+        self, tp: int = 1, pp: int = 1, vpp: int | None = None, ep: int = 1, etp: int | None = None, seed: int = 1234
+    ) -> None:
         """Install the CPU backend and initialise Megatron's parallel state and RNG tracker for a layout.
 
         Args:
@@ -68,6 +71,7 @@ class Context:
             pp: Pipeline-parallel size; the data-parallel size follows from the world's.
             vpp: Virtual pipeline stages a rank.
             ep: Expert-parallel size.
+            etp: Expert-tensor-parallel size, None for `tp`.
             seed: Seed of host and device RNG.
         """
         cpu.install()
@@ -78,6 +82,7 @@ class Context:
             pipeline_model_parallel_size=pp,
             virtual_pipeline_model_parallel_size=vpp,
             expert_model_parallel_size=ep,
+            expert_tensor_parallel_size=etp,
         )
         torch.manual_seed(seed)
         tensor_parallel.model_parallel_cuda_manual_seed(seed)
@@ -197,7 +202,7 @@ def _collect(folder: Path, ranks: dict[int, tuple[int, Connection]], timeout: fl
         for connection in ready:
             rank = pending.pop(connection)
             try:
-                failed_at, answer = pickle.loads(connection.recv_bytes())  # noqa: S301 - from our own forked rank
+                failed_at, answer = _Answer(io.BytesIO(connection.recv_bytes())).load()
             except EOFError:
                 failed_at, answer = -1.0, RankDied(f"rank {rank} ended without an answer")  # the cause, whoever reports first
             if failed_at:
@@ -208,6 +213,17 @@ def _collect(folder: Path, ranks: dict[int, tuple[int, Connection]], timeout: fl
     if failures:
         raise min(failures, key=lambda failure: failure[:2])[2]
     return [results[rank] for rank in ranks]
+
+
+class _Answer(pickle.Unpickler):  # noqa: S301 - of our own forked rank
+    """Megatron puts a function of its own into pickled tensors; torch's does the same here, and spares the test
+    process the import of Megatron, which takes longer than most tests.
+    """
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("megatron.core.safe_globals", "safe_load_from_bytes"):
+            module, name = "torch.storage", "_load_from_bytes"
+        return super().find_class(module, name)
 
 
 def _timeout(folder: Path, pids: dict[int, int], seconds: float) -> RankTimeout:

@@ -29,7 +29,8 @@ def train(
 
     from megatron_stability.megatron.model.embedding_clip import EmbeddingClipHook
 
-    where = where | {"more": where["more"] | {"bf16": flags["bf16"], "params_dtype": _dtype(flags)}}
+    dtypes = {"bf16": flags["bf16"], "params_dtype": _dtype(flags), "pipeline_dtype": _dtype(flags)}
+    where = where | {"more": where["more"] | dtypes}
     chunks = small.build(context, where, model, None)
     config = chunks[0].config
     config.finalize_model_grads_func = finalize_model_grads
@@ -46,7 +47,9 @@ def train(
         ),
         wrapped,
     )
-    clip = None if model.embedding_norm_clip is None else EmbeddingClipHook(model.embedding_norm_clip, wrapped, optimizer)
+    clip = (
+        None if model.embedding_norm_clip is None else EmbeddingClipHook(model.embedding_norm_clip, wrapped, optimizer)
+    )
     generator = torch.Generator().manual_seed(7 + context.rank // where["tp"])
     tokens = torch.randint(0, small.VOCAB, (2, small.SEQUENCE), generator=generator)
     losses: list[float] = []
@@ -74,7 +77,8 @@ def train(
             clip.update_done(None, updated)
     named = {n: p for chunk in chunks for n, p in chunk.named_parameters()}
     replicated = {n: p.detach().clone() for n, p in named.items() if not getattr(p, "tensor_model_parallel", False)}
-    embeddings = [p.detach().float() for n, p in named.items() if n.endswith("word_embeddings.weight")]
+    ends = ("word_embeddings.weight", *(("output_layer.weight",) if where["tied"] else ()))
+    embeddings = [p.detach().float() for n, p in named.items() if n.endswith(ends)]
     return losses, replicated, embeddings
 
 
@@ -90,7 +94,7 @@ def variants(context: Context, sp: bool) -> list[Any]:
     results = []
     for variant in ("rmsnorm", "layernorm", "rms_no_gain", "rmsnorm_whole"):
         model = Model(qk_norm=variant, attention_softcap=20.0, final_softcap=10.0, z_loss=1e-3)
-        results.append(train(context, small.layout(2, tp=2, sp=sp), model, 20, PLAIN))
+        results.append(train(context, small.layout(2, tp=2, sp=sp, num_layers=2), model, 20, PLAIN))
     return results
 
 
@@ -102,18 +106,21 @@ def test_case_12_replicated_weights_stay_equal_over_20_steps(megatron_ranks: Poo
         assert all(torch.equal(weight, others[name]) for name, weight in weights.items())
         gains = [w for n, w in weights.items() if n.endswith(("q_layernorm.weight", "k_layernorm.weight"))]
         assert all((gain != 1).any() for gain in gains)
-    assert len([n for n in first[3][1] if "q_layernorm" in n]) == small.LAYERS
+    assert len([n for n in first[3][1] if "q_layernorm" in n]) == 2
     assert first[3][1]["decoder.layers.0.self_attention.q_layernorm.weight"].shape == (small.HEADS * small.HEAD_DIM,)
+
+
+CLIP = Model(qk_norm="rmsnorm", attention_softcap=20.0, embedding_norm_clip=0.12)
 
 
 def clips(context: Context) -> list[Any]:
     """DP 2: fp32 and bf16, whole and sharded masters."""
-    model = Model(embedding_norm_clip=0.12)
     flags = [{"bf16": bf16, "sharded": sharded} for bf16 in (False, True) for sharded in (False, True)]
-    return [train(context, small.layout(2), model, 4, one) for one in flags]
+    return [train(context, small.layout(2), CLIP, 4, one) for one in flags]
 
 
 def test_embedding_clip_with_every_kind_of_master(megatron_ranks: Pool) -> None:
+    """A sharded master trains the rest of the model, gains included, to the same weights."""
     first, second = megatron_ranks.run(clips, world=2, timeout=400)
     for place, ((_, _, (mine,)), (_, _, (theirs,))) in enumerate(zip(first, second, strict=True)):
         assert torch.equal(mine, theirs), place
@@ -123,6 +130,27 @@ def test_embedding_clip_with_every_kind_of_master(megatron_ranks: Pool) -> None:
         assert (norms > 0.11).any()
     assert relative(first[0][2][0], first[1][2][0]) < 1e-5
     assert relative(first[2][2][0], first[3][2][0]) < 1e-3
+    for whole, sharded, tolerance in ((0, 1, 1e-5), (2, 3, 1e-2)):
+        weights, others = first[whole][1], first[sharded][1]
+        assert any("q_layernorm" in name for name in weights)
+        assert max(relative(others[name], weight) for name, weight in weights.items()) < tolerance
+
+
+def tied_clips(context: Context) -> list[Any]:
+    """TP 2 × PP 2, one embedding on the first stage and its copy in the last stage's head."""
+    where = small.layout(4, tp=2, pp=2, sp=True, tied=True)
+    flags = [PLAIN, {"bf16": True, "sharded": False}, {"bf16": True, "sharded": True}]
+    return [train(context, where, CLIP, 4, one) for one in flags]
+
+
+def test_embedding_clip_of_tied_copies_on_two_stages(megatron_ranks: Pool) -> None:
+    for place, run in enumerate(zip(*megatron_ranks.run(tied_clips, world=4, timeout=400), strict=True)):
+        embeddings = [rank[2][0] for rank in run]
+        for tensor_rank in (0, 1):
+            assert torch.equal(embeddings[tensor_rank], embeddings[tensor_rank + 2]), "both copies are clipped alike"
+        norms = torch.cat(embeddings[:2]).norm(dim=1)
+        assert norms.max() <= 0.12 * (1 + (2**-8 if place else 1e-6))
+        assert (norms > 0.11).any()
 
 
 # --- checkpoints ----------------------------------------------------------------------------------------------------
@@ -130,8 +158,8 @@ def test_embedding_clip_with_every_kind_of_master(megatron_ranks: Pool) -> None:
 VARIANTS = {
     "rmsnorm": Model(qk_norm="rmsnorm", attention_softcap=20.0, final_softcap=10.0),
     "layernorm": Model(qk_norm="layernorm"),
-    "rms_no_gain": Model(qk_norm="rms_no_gain", qk_norm_scale=1.5),
-    "rmsnorm_whole": Model(qk_norm="rmsnorm_whole"),
+    "rms_no_gain": Model(qk_norm="rms_no_gain", qk_norm_scale=1.5, attention_softcap=20.0),
+    "rmsnorm_whole": Model(qk_norm="rmsnorm_whole", final_softcap=10.0),
 }
 FOUR_GROUPS = {"num_query_groups": 4}
 
@@ -142,48 +170,55 @@ def _metadata() -> dict[str, Any]:
     return {"dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
 
 
-def save(context: Context, where: dict[str, Any], folder: str) -> None:
+def save(context: Context, where: dict[str, Any], folder: str, tokens: Tensor) -> dict[str, Tensor | None]:
+    """Logits of the models that are saved, on the last stage."""
     from megatron.core import dist_checkpointing
 
+    found = {}
     for name, model in VARIANTS.items():
-        chunk = small.build(context, where, model, None)[0]
+        chunks = small.build(context, where, model, None)
         torch.manual_seed(1)  # gains are replicated: the same on every rank
-        for key, parameter in chunk.named_parameters():
+        for key, parameter in chunks[0].named_parameters():
             if "layernorm" in key:
                 torch.nn.init.uniform_(parameter.data, 0.5, 1.5)
         target = Path(folder) / name
         if context.rank == 0:
             target.mkdir()
         torch.distributed.barrier()
-        dist_checkpointing.save(chunk.sharded_state_dict(metadata=_metadata()), str(target))
+        dist_checkpointing.save(chunks[0].sharded_state_dict(metadata=_metadata()), str(target))
+        found[name] = small.logits_of(chunks, model, tokens)
+    return found
 
 
-def load(context: Context, where: dict[str, Any], folder: str, tokens: Tensor) -> dict[str, Tensor]:
-    from megatron.core import dist_checkpointing, parallel_state
+def load(context: Context, where: dict[str, Any], folder: str, tokens: Tensor) -> dict[str, Tensor | None]:
+    from megatron.core import dist_checkpointing
 
     found = {}
     for name, model in VARIANTS.items():
-        chunk = small.build(context, where, model, None)[0]
+        (chunk,) = small.build(context, where, model, None)
         state = dist_checkpointing.load(chunk.sharded_state_dict(metadata=_metadata()), str(Path(folder) / name))
         chunk.load_state_dict(state)
-        with torch.no_grad():
-            logits = chunk(tokens, small.positions(tokens), None)
-        parts = [torch.empty_like(logits) for _ in range(where["tp"])]
-        torch.distributed.all_gather(parts, logits, group=parallel_state.get_tensor_model_parallel_group())
-        found[name] = torch.cat(parts, dim=-1)
+        found[name] = small.logits_of([chunk], model, tokens)
     return found
 
 
 def test_checkpoint_of_tp2_pp2_at_tp1_and_tp4(megatron_ranks: Pool, tmp_path: Path) -> None:
-    """Weights differ between variants, so logits do; equal weights give equal logits up to the sums' order."""
+    """The saving model's logits, up to the order of sums; without pipeline stages, to the bit."""
     tokens = torch.randint(0, small.VOCAB, (2, small.SEQUENCE), generator=torch.Generator().manual_seed(0))
-    megatron_ranks.run(save, small.layout(4, tp=2, pp=2, **FOUR_GROUPS), str(tmp_path), world=4, timeout=400)
-    one = megatron_ranks.run(load, small.layout(1, **FOUR_GROUPS), str(tmp_path), tokens, world=1, timeout=200)[0]
-    four = megatron_ranks.run(load, small.layout(4, tp=4, **FOUR_GROUPS), str(tmp_path), tokens, world=4, timeout=400)
+    layouts = (small.layout(tp, tp=tp, **FOUR_GROUPS) for tp in (1, 2, 4))
+    saved = megatron_ranks.run(
+        save, small.layout(4, tp=2, pp=2, **FOUR_GROUPS), str(tmp_path), tokens, world=4, timeout=400
+    )[-1]
+    one, two, four = (
+        megatron_ranks.run(load, where, str(tmp_path), tokens, world=where["world"], timeout=400)[0]
+        for where in layouts
+    )
     for name in VARIANTS:
-        assert relative(four[0][name], one[name]) < 1e-5
-        assert one[name].std() > 0
-    assert relative(one["rmsnorm"], one["layernorm"]) > 1e-2
+        assert torch.equal(two[name], saved[name])
+        assert relative(one[name], saved[name]) < 1e-5
+        assert relative(four[name], saved[name]) < 1e-5
+        assert saved[name].std() > 0
+    assert relative(saved["rmsnorm"], saved["rmsnorm_whole"]) > 1e-2  # gains and norms of a variant do matter
 
 
 # --- initialisation ------------------------------------------------------------------------------------------
@@ -216,42 +251,53 @@ def test_deviations_are_read_back_from_a_built_model(megatron_ranks: Pool) -> No
 WIDTHS = (64, 128, 256, 512)
 
 
-def coordinates(context: Context, use_mup: bool) -> list[float]:
-    """RMS of what 5 steps of Adam change in the logits, by width, at one head size."""
+def coordinates(context: Context) -> dict[bool, list[list[float]]]:
+    """With and without µP, at each width and one head size: RMS, after 5 steps of Adam, of what every layer's
+    attention and MLP give, of the hidden state before the head, and of the logits' change in these steps.
+    """
+    context.megatron()
+    return {use_mup: [activations(context, width, use_mup) for width in WIDTHS] for use_mup in (True, False)}
+
+
+def activations(context: Context, width: int, use_mup: bool) -> list[float]:
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer, get_mup_config_overrides
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
-    changes = []
+    shape = {"hidden_size": width, "num_attention_heads": width // 16, "num_query_groups": width // 16}
+    shape |= {"kv_channels": 16, "ffn_hidden_size": 2 * width, "num_layers": 2, "init_method_std": 0.1}
+    where = small.layout(1, **shape, use_mup=use_mup, mup_base_hidden_size=64 if use_mup else None)
+    model_parallel_cuda_manual_seed(1, force_reset_rng=True)
+    chunk = small.build(context, where, Model(qk_norm="rmsnorm"), None)[0]
+    layers = chunk.decoder.layers
+    expected = 1 / 16 if use_mup else 16**-0.5
+    assert all(layer.self_attention.core_attention.softmax_scale == expected for layer in layers)
+    seen: list[Tensor] = []
+    for module in [part for layer in layers for part in (layer.self_attention, layer.mlp)] + [layers[-1]]:
+        module.register_forward_hook(lambda _, inputs, out: seen.append(out[0].detach()))
+    wrapped = DistributedDataParallel(chunk.config, DistributedDataParallelConfig(), chunk)
+    settings = OptimizerConfig(lr=0.01, weight_decay=0.0)
+    overrides = get_mup_config_overrides(settings, chunk.config.mup_width_mult) if use_mup else None
+    optimizer = get_megatron_optimizer(settings, [wrapped], config_overrides=overrides)
+    for group in optimizer.param_groups:  # µP's rates are the scheduler's maxima; without one they would not be used
+        group["lr"] = group.get("max_lr") or settings.lr
+    assert len({group["lr"] for group in optimizer.param_groups}) == (2 if use_mup and width > 64 else 1)
     tokens = torch.randint(0, small.VOCAB, (2, small.SEQUENCE), generator=torch.Generator().manual_seed(3))
-    for width in WIDTHS:
-        shape = {"hidden_size": width, "num_attention_heads": width // 16, "num_query_groups": width // 16}
-        shape |= {"kv_channels": 16, "ffn_hidden_size": 2 * width, "num_layers": 2, "init_method_std": 0.1}
-        more = shape | {"use_mup": use_mup, "mup_base_hidden_size": 64 if use_mup else None}
-        where = small.layout(1, **more)
-        context.megatron() if width == WIDTHS[0] else None
-        torch.manual_seed(1)
-        model_parallel_cuda_manual_seed(1, force_reset_rng=True)
-        chunk = small.build(context, where, Model(qk_norm="rmsnorm"), None)[0]
-        if use_mup:
-            assert chunk.decoder.layers[0].self_attention.core_attention.softmax_scale == 1 / 16
-        wrapped = DistributedDataParallel(chunk.config, DistributedDataParallelConfig(), chunk)
-        settings = OptimizerConfig(lr=0.01, weight_decay=0.0)
-        overrides = get_mup_config_overrides(settings, chunk.config.mup_width_mult) if use_mup else None
-        optimizer = get_megatron_optimizer(settings, [wrapped], config_overrides=overrides)
-        before = chunk(tokens, small.positions(tokens), None).detach()
-        for _ in range(5):
-            wrapped.zero_grad_buffer()
-            chunk(tokens, small.positions(tokens), None, labels=tokens.roll(-1, 1)).mean().backward()
-            wrapped.finish_grad_sync()
-            optimizer.step()
-        after = chunk(tokens, small.positions(tokens), None).detach()
-        changes.append(float((after - before)[..., : small.VOCAB].square().mean().sqrt()))
-    return changes
+    with torch.no_grad():
+        before = chunk(tokens, small.positions(tokens), None)
+    for _ in range(5):
+        wrapped.zero_grad_buffer()
+        chunk(tokens, small.positions(tokens), None, labels=tokens.roll(-1, 1)).mean().backward()
+        wrapped.finish_grad_sync()
+        optimizer.step()
+    seen.clear()
+    with torch.no_grad():
+        after = chunk(tokens, small.positions(tokens), None)
+    return [float(x.square().mean().sqrt()) for x in (*seen, (after - before)[..., : small.VOCAB])]
 
 
 def test_coordinates_stay_flat_with_mup_and_grow_without(megatron_ranks: Pool) -> None:
-    flat = megatron_ranks.run(coordinates, True, world=1, timeout=300)[0]
-    growing = megatron_ranks.run(coordinates, False, world=1, timeout=300)[0]
-    assert max(flat) < 1.6 * min(flat), flat
-    assert growing[-1] > 2.5 * growing[0], growing
+    by_width = megatron_ranks.run(coordinates, world=1, timeout=300)[0]
+    flat, growing = (list(zip(*by_width[use_mup], strict=True)) for use_mup in (True, False))
+    assert all(max(values) < 1.6 * min(values) for values in flat), flat
+    assert all(values[-1] > 2.0 * values[0] for values in growing), growing

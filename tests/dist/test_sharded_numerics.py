@@ -14,6 +14,7 @@ from torch import Tensor
 
 from megatron_stability.numerics.embedding_norm import factors, scale_rows_, square_sums
 from megatron_stability.numerics.qk_norm import QKNorm, Variant
+from megatron_stability.numerics.softcap import masked_softmax, softcap
 from megatron_stability.numerics.z_loss import LogZ, LossSettings, vocab_parallel_loss
 from tests.dist.pool import Context, Pool
 from tests.unit import prevention_references as reference
@@ -29,7 +30,9 @@ def group_of(context: Context) -> Any:
 # --- QK-norm --------------------------------------------------------------------------------------------------------
 
 
-def sharded_norm(context: Context, variant: str, zero_centred: bool, x: Tensor, dy: Tensor, gain: Any, bias: Any) -> Any:
+def sharded_norm(
+    context: Context, variant: str, zero_centred: bool, x: Tensor, dy: Tensor, gain: Any, bias: Any
+) -> Any:
     norm = QKNorm(
         Variant(variant), x.shape[-2], x.shape[-1], zero_centred=zero_centred, scale=1.5, group=group_of(context)
     )
@@ -51,17 +54,17 @@ def sharded_norm(context: Context, variant: str, zero_centred: bool, x: Tensor, 
     return results[0]
 
 
-def norm_cases() -> list[tuple[Any, ...]]:
-    generator = torch.Generator().manual_seed(5)
-    cases: list[tuple[Any, ...]] = []
-    for variant in Variant:
-        for zero_centred in (False, True):
-            x, dy = (torch.randn(3, 2, 4, 8, generator=generator) * 3 for _ in range(2))
-            width = 32 if variant is Variant.RMSNORM_WHOLE else 8
-            gain = None if variant is Variant.RMS_NO_GAIN else torch.rand(width, generator=generator) + 0.5
-            bias = torch.randn(8, generator=generator) if variant is Variant.LAYERNORM else None
-            cases.append((variant.value, zero_centred, x, dy, gain, bias))
-    return cases
+@st.composite
+def norm_case(draw: Any, world: int) -> tuple[Any, ...]:
+    """(variant, zero-centred, x, dy, gain, bias) of any shape whose heads the ranks can share out."""
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 10**6)))
+    variant, width = draw(st.sampled_from(list(Variant))), draw(st.integers(8, 13))
+    shape = (*draw(st.tuples(st.integers(1, 4), st.integers(1, 3))), world * draw(st.integers(1, 3)), width)
+    x, dy = (torch.randn(shape, generator=generator) * draw(st.sampled_from([0.1, 3.0, 100.0])) for _ in range(2))
+    size = width * shape[2] if variant is Variant.RMSNORM_WHOLE else width
+    gain = None if variant is Variant.RMS_NO_GAIN else torch.rand(size, generator=generator) + 0.5
+    bias = torch.randn(width, generator=generator) if variant is Variant.LAYERNORM else None
+    return variant.value, draw(st.booleans()), x, dy, gain, bias
 
 
 def sharded_norms(context: Context, cases: list[tuple[Any, ...]]) -> list[Any]:
@@ -70,10 +73,14 @@ def sharded_norms(context: Context, cases: list[tuple[Any, ...]]) -> list[Any]:
 
 @pytest.mark.parametrize("world", WORLDS)
 def test_qk_norm_equals_the_formula(ranks: Pool, world: int) -> None:
-    cases = norm_cases()
-    results = ranks.run(sharded_norms, cases, world=world)
-    for case, parts in zip(cases, zip(*results, strict=True), strict=True):
-        check_norm(case, parts)
+    @settings(max_examples=3, deadline=None, derandomize=True, database=None)
+    @given(cases=st.lists(norm_case(world), min_size=20, max_size=20))
+    def check(cases: list[tuple[Any, ...]]) -> None:
+        results = ranks.run(sharded_norms, cases, world=world)
+        for case, parts in zip(cases, zip(*results, strict=True), strict=True):
+            check_norm(case, parts)
+
+    check()
 
 
 def check_norm(case: tuple[Any, ...], parts: tuple[Any, ...]) -> None:
@@ -192,6 +199,20 @@ def test_a_target_outside_the_vocabulary_has_infinite_loss(ranks: Pool) -> None:
     assert loss[0][0][2] == 0
 
 
+def test_case_14_final_cap_on_sharded_logits(ranks: Pool) -> None:
+    """|logit| ≤ cap on every shard; loss and gradient at TP 2 are those at TP 1."""
+    generator = torch.Generator().manual_seed(4)
+    logits = torch.randn(6, 2, 8, generator=generator) * 60
+    target, weight = torch.randint(0, 7, (6, 2), generator=generator), torch.ones(6, 2)
+    options = {"vocab_size": 7, "cap": 30.0, "beta": 1e-3, "label_smoothing": 0.0}
+    assert all(softcap(part, 30.0).abs().max() <= 30.0 for part in logits.chunk(2, dim=-1))
+    one, two = (ranks.run(sharded_loss, logits, target, weight, options, world=world) for world in (1, 2))
+    assert relative(two[0][0], one[0][0]) < 1e-6
+    assert torch.equal(two[1][0], two[0][0])
+    assert relative(torch.cat([part[1] for part in two], dim=-1), one[0][1]) < 1e-5
+    check_loss((logits, target, weight, options), tuple(two))
+
+
 def unequal_micro_batches(
     context: Context, tp: int, data: list[tuple[Tensor, Tensor, Tensor]], per_token: bool, beta: float
 ) -> Tensor:
@@ -234,7 +255,9 @@ def test_case_15_unequal_valid_tokens(ranks: Pool, per_token: bool) -> None:
     for valid in (0, 2, 5, 6):  # data-parallel rank 0 has 0 and 5 valid tokens, rank 1 has 2 and 6
         mask = torch.zeros(6, 1)
         mask[torch.randperm(6, generator=generator)[:valid]] = 1
-        data.append((torch.randn(6, 1, 4, generator=generator), torch.randint(0, 10, (6, 1), generator=generator), mask))
+        data.append(
+            (torch.randn(6, 1, 4, generator=generator), torch.randint(0, 10, (6, 1), generator=generator), mask)
+        )
     got = {tp: ranks.run(unequal_micro_batches, tp, data, per_token, 0.3, world=2 * tp) for tp in (1, 2)}
     full = torch.randn(4, 12, generator=torch.Generator().manual_seed(1)).double().requires_grad_()
     total, everything = torch.zeros((), dtype=torch.float64), sum(float(mask.sum()) for *_, mask in data)
@@ -246,6 +269,94 @@ def test_case_15_unequal_valid_tokens(ranks: Pool, per_token: bool) -> None:
     for parts in got.values():
         for part in parts:
             assert relative(part, full.grad) < 1e-5
+
+
+# --- context parallel -----------------------------------------------------------------------------------------------
+
+
+def zigzag(world: int, rank: int, length: int) -> Tensor:
+    """A rank's positions: chunks r and 2·CP - 1 - r, so that causal work is even."""
+    chunks = torch.arange(length).chunk(2 * world)
+    return torch.cat([chunks[rank], chunks[2 * world - 1 - rank]])
+
+
+def split_sequence(context: Context, variant: str, data: dict[str, Tensor]) -> Any:
+    """Normed, capped causal attention and the loss of a rank's positions; keys and values come from all ranks."""
+    from torch.distributed.nn.functional import all_gather
+
+    here = zigzag(context.world, context.rank, data["x"].shape[1])
+    everywhere = torch.cat([zigzag(context.world, rank, data["x"].shape[1]) for rank in range(context.world)])
+    norms = [QKNorm(Variant(variant), heads, 8, scale=1.5) for heads in (4, 2)]
+    for norm, part in zip(norms, "qk", strict=True):
+        for name, parameter in norm.named_parameters():
+            parameter.data.copy_(data[f"{part}.{name}"])
+    q, k, v = (rows[:, here].clone().requires_grad_() for rows in data["x"].split([4, 2, 2], dim=2))
+    keys, values = (torch.cat(all_gather(x.contiguous()), dim=1) for x in (norms[1](k), v))
+    scores = torch.einsum("bqhd,bkhd->bhqk", norms[0](q), keys.repeat_interleave(2, dim=2))
+    mask = here.unsqueeze(1) < everywhere
+    probabilities = masked_softmax(scores, mask=mask, cap=2.0, scale=8**-0.5)
+    out = torch.einsum("bhqk,bkhd->bqhd", probabilities, values.repeat_interleave(2, dim=2)).flatten(2)
+    head = data["head"].clone().requires_grad_()
+    settings_ = LossSettings(vocab_size=10, cap=3.0, beta=0.1)
+    losses = vocab_parallel_loss(out @ head.T, data["target"][:, here], settings_)
+    (losses * data["mask"][:, here]).sum().backward()
+    gradients = {"head": head.grad}
+    gradients |= {
+        f"{part}.{name}": p.grad for norm, part in zip(norms, "qk", strict=True) for name, p in norm.named_parameters()
+    }
+    for gradient in gradients.values():  # Megatron's gradient group is data × context parallel
+        dist.all_reduce(gradient)
+    return here, losses.detach(), torch.cat([q.grad, k.grad, v.grad], dim=2), gradients
+
+
+def whole_sequence(variant: str, data: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+    """The same from the formulas, unsplit, in fp64: losses, and gradients by name."""
+    wide = {n: t.double().requires_grad_() for n, t in data.items() if n not in ("target", "mask")}
+    q, k, v = wide["x"].split([4, 2, 2], dim=2)
+    q, k = (
+        1.5 * reference.norm(x, variant, wide.get(f"{part}.weight"), wide.get(f"{part}.bias"), 1e-6)
+        for x, part in ((q, "q"), (k, "k"))
+    )
+    scores = 2.0 * torch.tanh(torch.einsum("bqhd,bkhd->bhqk", q, k.repeat_interleave(2, 2)) * 8**-0.5 / 2.0)
+    future = torch.ones(scores.shape[-2:]).triu(1).bool()
+    probabilities = scores.masked_fill(future, -torch.inf).softmax(-1)
+    out = torch.einsum("bhqk,bkhd->bqhd", probabilities, v.repeat_interleave(2, 2)).flatten(2)
+    losses, log_z = reference.token_losses(out @ wide["head"].T, data["target"], 10, 3.0, 0.0)
+    ((losses + 0.1 * log_z.square()) * data["mask"]).sum().backward()
+    return losses.detach(), {name: leaf.grad for name, leaf in wide.items()}
+
+
+def split_sequences(context: Context, cases: list[tuple[str, dict[str, Tensor]]]) -> list[Any]:
+    return [split_sequence(context, *case) for case in cases]
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_a_sequence_split_over_context_parallel_ranks(ranks: Pool, world: int) -> None:
+    """QK-norm, softcaps and z-loss; one rank has no valid token."""
+    generator = torch.Generator().manual_seed(9)
+    cases = []
+    for variant in Variant:
+        data = {
+            "x": torch.randn(2, 16, 8, 8, generator=generator) * 2,
+            "head": torch.randn(12, 32, generator=generator),
+            "target": torch.randint(0, 10, (2, 16), generator=generator),
+            "mask": (torch.rand(2, 16, generator=generator) < 0.6).float(),
+        }
+        data["mask"][:, zigzag(world, 1, 16)] = 0
+        for heads, part in ((4, "q"), (2, "k")):
+            width = heads * 8 if variant is Variant.RMSNORM_WHOLE else 8
+            if variant is not Variant.RMS_NO_GAIN:
+                data[f"{part}.weight"] = torch.rand(width, generator=generator) + 0.5
+            if variant is Variant.LAYERNORM:
+                data[f"{part}.bias"] = torch.randn(width, generator=generator)
+        cases.append((variant.value, data))
+    results = ranks.run(split_sequences, cases, world=world)
+    for (variant, data), parts in zip(cases, zip(*results, strict=True), strict=True):
+        losses, expected = whole_sequence(variant, data)
+        for here, got, x_grad, gradients in parts:
+            assert relative(got, losses[:, here]) < 1e-5
+            assert relative(x_grad, expected["x"][:, here]) < 1e-5
+            assert all(relative(gradient, expected[name]) < 1e-5 for name, gradient in gradients.items()), variant
 
 
 # --- embedding clip -------------------------------------------------------------------------------------------------

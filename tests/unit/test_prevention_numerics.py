@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.attention.flex_attention import create_block_mask
 
-from megatron_stability.numerics import init
+from megatron_stability.numerics import init, z_loss
 from megatron_stability.numerics.qk_norm import QKNorm, Variant, logit_bound
 from megatron_stability.numerics.softcap import flex_softcap_attention, masked_softmax, score_mod, softcap
 from megatron_stability.numerics.z_loss import LogZ, LossSettings, vocab_parallel_loss
@@ -157,6 +157,27 @@ def test_log_z_of_no_token_is_not_a_number() -> None:
     assert stats.mean().isnan()
     assert stats.largest == -math.inf
     assert stats.sums.tolist() == [0.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize("cap", [None, 5.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_blocks_of_rows_do_not_show(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, cap: float | None) -> None:
+    """One row at a time, three with a shorter rest, and all at once; over the logits, and beside them."""
+    generator = torch.Generator().manual_seed(0)
+    logits = (torch.randn(10, 8, generator=generator) * 5).to(dtype)
+    target, weight = torch.randint(0, 7, (10,), generator=generator), torch.rand(10, generator=generator)
+    results = []
+    for elements, overwrite in ((1, True), (24, True), (24, False), (1 << 17, True)):
+        monkeypatch.setattr(z_loss, "BLOCK_ELEMENTS", elements)
+        source = logits.clone().requires_grad_()
+        settings_ = LossSettings(vocab_size=7, beta=0.1, cap=cap, label_smoothing=0.1)
+        loss = vocab_parallel_loss(source * 1.0, target, settings_, overwrite=overwrite)
+        (loss * weight).sum().backward()
+        results.append((loss.detach(), source.grad))
+    for loss, gradient in results[1:]:
+        assert torch.equal(loss, results[0][0])
+        assert torch.equal(gradient, results[0][1])
+    assert results[0][1][:, 7].count_nonzero() == 0
 
 
 def test_saves_the_logits_as_they_came() -> None:

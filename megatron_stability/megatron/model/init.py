@@ -10,6 +10,7 @@ import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from megatron_stability.errors import UsageError
 from megatron_stability.numerics import init
 from megatron_stability.numerics.config import Model
 
@@ -41,7 +42,7 @@ def expected_std(
         settings: the `model` section.
 
     Raises:
-        ValueError: a weight of two dimensions for which no rule is known.
+        UsageError: a weight of two dimensions for which no rule is known (MLA's projections, for one); names it.
     """
     width = math.sqrt(config.mup_width_mult) if config.use_mup else 1.0
     sigma = config.init_method_std
@@ -68,7 +69,7 @@ def expected_std(
         else:
             rule = next((std for suffix, std in rules.items() if name.endswith(suffix)), None)
             if rule is None:
-                raise ValueError(f"no rule for the initial standard deviation of {name}")
+                raise UsageError(f"--stability-model-init-report: no rule is known for {name}; drop the setting")
             yield name, weight, rule
 
 

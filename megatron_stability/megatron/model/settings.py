@@ -31,7 +31,7 @@ def refuse_what_cannot_work(config: StabilityConfig, args: Namespace) -> None:
                 "--stability-mode observe, or drop the setting"
             )
         return
-    for setting, other, why in _pairs(model, args):
+    for setting, other, why in _pairs(config, args):
         raise UsageError(f"{setting} with {other}: {why}")
     if model.embedding_norm_clip is not None:
         embedding_clip.refuse_what_cannot_work(args)
@@ -50,20 +50,13 @@ def apply(model: Model, args: Namespace) -> None:
         args.embedding_init_method_std = d_model_std(args.hidden_size)
 
 
-def _pairs(model: Model, args: Namespace) -> Iterator[tuple[str, str, str]]:
+def _pairs(config: StabilityConfig, args: Namespace) -> Iterator[tuple[str, str, str]]:
     """(a setting of ours, what it can't be with, why and what to do)."""
+    model = config.model
     if model.needs_spec:
-        yield from _of_the_spec(model, args)
+        yield from _of_the_spec(config, args)
     if model.changes_loss:
-        setting = name("z_loss" if model.z_loss > 0 else "final_softcap")
-        if getattr(args, "cross_entropy_loss_fusion", False):
-            yield (
-                setting,
-                "--cross-entropy-loss-fusion",
-                "the fused loss of this plugin takes its place; drop the flag",
-            )
-        if getattr(args, "fp16_lm_cross_entropy", False):
-            yield setting, "--fp16-lm-cross-entropy", "the loss is computed in fp32; drop the flag"
+        yield from _of_the_loss(name("z_loss" if model.z_loss > 0 else "final_softcap"), args)
     if model.qk_norm == "none" and model.qk_norm_scale != 1.0:
         yield name("qk_norm_scale"), f"{name('qk_norm')} none", "there is no norm to scale; choose one"
     if model.init.embedding == "d_model" and getattr(args, "use_mup", False):
@@ -72,7 +65,20 @@ def _pairs(model: Model, args: Namespace) -> Iterator[tuple[str, str, str]]:
         yield name("init", "embedding"), "--embedding-init-method-std", "both set the same deviation; keep one"
 
 
-def _of_the_spec(model: Model, args: Namespace) -> Iterator[tuple[str, str, str]]:
+def _of_the_loss(setting: str, args: Namespace) -> Iterator[tuple[str, str, str]]:
+    if getattr(args, "cross_entropy_loss_fusion", False):
+        why = "the fused loss of this plugin takes its place; drop the flag"
+        yield setting, "--cross-entropy-loss-fusion", why
+    if getattr(args, "fp16_lm_cross_entropy", False):
+        yield setting, "--fp16-lm-cross-entropy", "the loss is computed in fp32; drop the flag"
+    graphs = (getattr(args, "cuda_graph_impl", None), *(getattr(args, "cuda_graph_scope", None) or ()))
+    if any(str(getattr(graph, "name", graph)) == "full_iteration" for graph in graphs):
+        why = "a replayed step would not add to log-Z; capture layers only"
+        yield setting, "--cuda-graph-impl full_iteration", why
+
+
+def _of_the_spec(config: StabilityConfig, args: Namespace) -> Iterator[tuple[str, str, str]]:
+    model = config.model
     setting = next(
         name(*path)
         for path, set_ in (
@@ -96,10 +102,13 @@ def _of_the_spec(model: Model, args: Namespace) -> Iterator[tuple[str, str, str]
             "this script builds MTP layers from the stock spec; use `megatron-stability pretrain`",
         )
     if model.qk_norm != "none":
-        yield from _of_qk_norm(model, args)
+        yield from _of_qk_norm(config, args)
     if model.attention_softcap is not None:
-        yield from _of_attention_softcap(model, args)
+        yield from _of_attention_softcap(config, args)
     groups, tp = args.num_query_groups or args.num_attention_heads, args.tensor_model_parallel_size
+    if args.num_attention_heads % tp:
+        why = f"{args.num_attention_heads} attention heads can't be shared out evenly; use a size that divides them"
+        yield setting, f"--tensor-model-parallel-size {tp}", why
     if model.init.qk != "megatron":
         if getattr(args, "use_mup", False):
             yield name("init", "qk"), "--use-mup", "µP sets these rows' deviation itself; keep one"
@@ -112,24 +121,44 @@ def _groups(setting: str, tp: int, groups: int) -> tuple[str, str, str]:
     return setting, f"--tensor-model-parallel-size {tp}", why
 
 
-def _of_qk_norm(model: Model, args: Namespace) -> Iterator[tuple[str, str, str]]:
+def _of_qk_norm(config: StabilityConfig, args: Namespace) -> Iterator[tuple[str, str, str]]:
+    model = config.model
     setting = f"{name('qk_norm')} {model.qk_norm}"
     if getattr(args, "qk_l2_norm", False):
         yield setting, "--qk-l2-norm", "two norms for the same queries and keys; keep one (ours is rms_no_gain)"
+    if model.qk_norm == "rms_no_gain" and config.qk_clip.enabled:
+        yield setting, flag(("qk_clip", "enabled")), "that norm has no gain, so there is nothing to clip; turn it off"
     groups, tp = args.num_query_groups or args.num_attention_heads, args.tensor_model_parallel_size
     if model.qk_norm == "rmsnorm_whole" and groups % tp:
         yield _groups(setting, tp, groups)
 
 
-def _of_attention_softcap(model: Model, args: Namespace) -> Iterator[tuple[str, str, str]]:
+def _of_attention_softcap(config: StabilityConfig, args: Namespace) -> Iterator[tuple[str, str, str]]:
+    model = config.model
     setting, kernel = name("attention_softcap"), f"{name('attention_softcap_kernel')} {model.attention_softcap_kernel}"
     engine = args.transformer_impl == "transformer_engine"
     if model.attention_softcap_kernel == "dense" and engine:
         yield kernel, "--transformer-impl transformer_engine", "the dense kernel is the local spec's; use flex or auto"
     if model.attention_softcap_kernel == "flex":
-        if args.attention_dropout > 0:
-            yield kernel, "--attention-dropout above 0", "FlexAttention has no dropout; use 0 or the kernel `dense`"
-        if args.context_parallel_size > 1:
-            yield kernel, "--context-parallel-size above 1", "FlexAttention sees one rank's keys; use auto"
+        yield from _of_flex(kernel, config, args)
     if args.transformer_impl not in ("local", "transformer_engine"):
         yield setting, f"--transformer-impl {args.transformer_impl}", "its attention has no softcap"
+
+
+def _of_flex(kernel: str, config: StabilityConfig, args: Namespace) -> Iterator[tuple[str, str, str]]:
+    if args.attention_dropout > 0:
+        yield kernel, "--attention-dropout above 0", "FlexAttention has no dropout; use 0 or the kernel `dense`"
+    if args.context_parallel_size > 1:
+        yield kernel, "--context-parallel-size above 1", "FlexAttention sees one rank's keys; use auto"
+    if getattr(args, "softmax_type", "vanilla") != "vanilla":
+        why = "FlexAttention has no softmax offset; use the kernel `dense`"
+        yield kernel, f"--softmax-type {args.softmax_type}", why
+    if getattr(args, "create_attention_mask_in_dataloader", False):
+        why = "FlexAttention makes its own mask; add --no-create-attention-mask-in-dataloader or use the kernel `dense`"
+        yield kernel, "an attention mask from the data loader", why
+    if getattr(args, "distributed_backend", "nccl") == "gloo":
+        yield kernel, "--distributed-backend gloo", "FlexAttention has no backward on a CPU; use the kernel `dense`"
+    measured = config.qk_clip.enabled or config.observe.attention.enabled
+    if measured and config.qk_clip.measure == "forward":
+        why = "FlexAttention shows no logits; use measure probe"
+        yield kernel, f"{flag(('qk_clip', 'measure'))} forward", why
