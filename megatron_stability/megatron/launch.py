@@ -101,7 +101,7 @@ def run_script(argv: Sequence[str]) -> int:
 
 
 def _options(name: Literal["pretrain", "run"], argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    parser = argparse.ArgumentParser(
+    parser = preflight.OneSentenceParser(
         prog=f"megatron-stability {name}",
         allow_abbrev=False,
         epilog=EPILOG[name],
@@ -163,6 +163,9 @@ def _checked_job(options: argparse.Namespace, argv: list[str], script: Path | No
         from megatron_stability.megatron import cpu
 
         argv = [*cpu.FLAGS, *argv]  # the user's own come later and win
+    if world < 1:
+        raise UsageError(f"--nproc {world}: start at least one rank")
+    preflight.check_sizes(argv)
     preflight.check_layout(argv, world)
     preflight.check_files(argv)
     # Stock is stock: with our own script and everything off, not even the seams are opened.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing as mp
 import os
+import re
 import socket
 import sys
 import tempfile
@@ -30,8 +31,6 @@ class Ranks:
 
     def __init__(self, world: int, fork: bool) -> None:
         """`fork`: ranks inherit what this process has imported (CPU backend); else each is a fresh interpreter."""
-        if world < 1:
-            raise UsageError(f"--nproc {world}: start at least one rank")
         self._world, self._fork = world, fork
         self._context = mp.get_context("fork" if fork else "spawn")
         self._logs = tempfile.TemporaryDirectory(prefix="megatron-stability-")
@@ -104,7 +103,7 @@ class Ranks:
 
     def _tell(self, rank: int, code: int) -> None:
         if code in (EXIT_UNUSABLE, EXIT_HALTED):
-            sys.stderr.write(self._log(rank).read_text(errors="replace"))
+            sys.stderr.write(without_usage(self._log(rank).read_text(errors="replace")))
             return
         lines = self._log(rank).read_text(errors="replace").splitlines()
         print(f"megatron-stability: rank {rank} failed first, with exit code {code}; it said:", file=sys.stderr)
@@ -112,6 +111,11 @@ class Ranks:
 
     def _log(self, rank: int) -> Path:
         return Path(self._logs.name) / f"rank-{rank}.err"
+
+
+def without_usage(said: str) -> str:
+    """What a script said, without argparse's usage: of Megatron's flags it is a thousand lines before the error."""
+    return re.sub(r"^usage: .*?\n(?=\S[^\n]*: error: )", "", said, flags=re.MULTILINE | re.DOTALL)
 
 
 def _let_end(processes: list[Any]) -> None:

@@ -13,13 +13,14 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron_stability.errors import EXIT_FINE, UsageError
-from megatron_stability.record import cadence, ledger
+from megatron_stability.record import cadence, ledger, pages
 from megatron_stability.record.cadence import Costs
-from megatron_stability.record.manifest import write_atomically
 
 EXAMPLE = """examples:
   megatron-stability cadence --save-seconds 40 --restart-seconds 600 --mtbf-hours 8
   megatron-stability cadence --save-seconds 2 --ledger runs/a --step-seconds 6.5 --out cadence.html"""
+
+LEAST, MOST = 1e-6, 1e9  # seconds or hours; beyond them the arithmetic says nothing
 
 
 def run(argv: Sequence[str]) -> int:
@@ -35,9 +36,11 @@ def run(argv: Sequence[str]) -> int:
         UsageError: an impossible value, or no mean time between failures to be had.
     """
     options = _parser().parse_args(argv)
+    if options.out is not None:
+        pages.check("--out", options.out)
     document = study(_costs(options), options.hours, options.step_seconds, options.seed)
     if options.out is not None:
-        write_atomically(options.out, _page(document).encode())
+        pages.write("--out", options.out, _page(document))
     if options.json:
         json.dump(document, sys.stdout, indent=2, allow_nan=False)
         sys.stdout.write("\n")
@@ -74,11 +77,13 @@ def _parser() -> argparse.ArgumentParser:
 def _costs(options: argparse.Namespace) -> Costs:
     for name in ("save_seconds", "hours", "mtbf_hours", "step_seconds"):
         value = getattr(options, name)
-        if value is not None and not 0 < value < float("inf"):
-            raise UsageError(f"--{name.replace('_', '-')} {value:g}: must be above 0")
+        if value is not None and not LEAST <= value <= MOST:
+            raise UsageError(f"--{name.replace('_', '-')} {value:g}: must be from {LEAST:g} to {MOST:g}")
     for name in ("interference_seconds", "restart_seconds", "detection_delay_seconds"):
-        if not 0 <= getattr(options, name) < float("inf"):
-            raise UsageError(f"--{name.replace('_', '-')} {getattr(options, name):g}: must be 0 or more")
+        if not 0 <= getattr(options, name) <= MOST:
+            raise UsageError(f"--{name.replace('_', '-')} {getattr(options, name):g}: must be from 0 to {MOST:g}")
+    if options.seed < 0:
+        raise UsageError(f"--seed {options.seed}: must be 0 or more")
     if not 0 <= options.silent_share <= 1:
         raise UsageError(f"--silent-share {options.silent_share:g}: must be from 0 to 1")
     return Costs(

@@ -14,6 +14,7 @@ import pytest
 from megatron_stability import cli
 from megatron_stability.megatron import preflight
 from megatron_stability.megatron.launch import Job
+from megatron_stability.megatron.ranks import without_usage
 from tests.dist.pool import Context, Pool
 
 TINY = (
@@ -55,7 +56,18 @@ def _refused(folder: Path, capsys: pytest.CaptureFixture[str], *flags: str, npro
     [
         (("--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2"), 3, "--nproc 4"),
         (("--tensor-model-parallel-size", "0"), 1, "at least 1"),
+        (("--expert-model-parallel-size", "3", "--num-experts", "3"), 2, "--expert-model-parallel-size 3"),
+        (("--num-experts", "2", "--moe-router-topk", "4"), 1, "--moe-router-topk 4"),
+        (("--group-query-attention", "--num-query-groups", "3"), 1, "--num-query-groups 3"),
+        (("--context-parallel-size", "2", "--seq-length", "30"), 2, "--seq-length 30"),
+        (("--tensor-model-parallel-size", "2", "--sequence-parallel", "--seq-length", "31"), 2, "--seq-length 31"),
+        (("--num-layers", "0"), 1, "--num-layers 0"),
+        (("--data-args-path", "nowhere"), 1, "--data-args-path nowhere"),
+        (("--num-layers",), 1, "--num-layers: expected one argument"),
+        (("--nproc", "two"), 1, "invalid int value"),
+        (("--stability-config", ""), 1, "--stability-config is empty"),
         ((), 0, "--nproc 0"),
+        (("--tensor-model-parallel-size", "2"), -1, "--nproc -1"),
         (("--stability-mode", "akt"), 1, "--stability-mode"),
         (("--stability-config", "missing.yaml"), 1, "missing.yaml"),
         (("--data-path", "nowhere"), 1, "prepare-data"),
@@ -74,6 +86,14 @@ def test_a_wrong_yaml_key_gets_a_suggestion(folder: Path, capsys: pytest.Capture
     said = _refused(folder, capsys, "--stability-config", "stability.yaml")
     assert "detect.grad_norm_spike.ratoi" in said
     assert "detect.grad_norm_spike.ratio`?" in said
+
+
+def test_of_a_scripts_parser_the_error_alone_is_shown() -> None:
+    said = (
+        "a warning\nusage: script.py [-h]\n                 [--lr LR]\nscript.py: error: unrecognized arguments: --x\n"
+    )
+    assert without_usage(said) == "a warning\nscript.py: error: unrecognized arguments: --x\n"
+    assert without_usage("usage: of memory is high\nand more\n") == "usage: of memory is high\nand more\n"
 
 
 def test_a_file_stands_where_the_output_folder_should(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -136,6 +156,9 @@ def complaint(context: Context, flags: tuple[str, ...]) -> str | None:
         (("--tensor-model-parallel-size", "2", "--num-attention-heads", "3", "--hidden-size", "33"), "refuses"),
         (("--global-batch-size", "3"), "refuses these arguments"),
         (("--lr", "fast"), "--lr"),
+        (("--clip-grad", "nan"), "--clip-grad nan"),
+        (("--train-iters", "-2"), "--train-iters"),
+        (("--drill-fault", "nan"), "KIND"),
         (("--fp16", "--stability-mode", "act"), "--fp16"),
         (("--sft",), "--sft"),
         (("stray",), "'stray'"),
