@@ -67,6 +67,7 @@ def _refused(folder: Path, capsys: pytest.CaptureFixture[str], *flags: str, npro
         (("--nproc", "two"), 1, "invalid int value"),
         (("--stability-config", ""), 1, "--stability-config is empty"),
         ((), 0, "--nproc 0"),
+        ((), 99999999, "--nproc 99999999"),
         (("--tensor-model-parallel-size", "2"), -1, "--nproc -1"),
         (("--stability-mode", "akt"), 1, "--stability-mode"),
         (("--stability-config", "missing.yaml"), 1, "missing.yaml"),
@@ -138,6 +139,17 @@ def test_an_occupied_port(folder: Path, capsys: pytest.CaptureFixture[str], monk
         assert f"MASTER_PORT={port}" in _refused(folder, capsys)
     monkeypatch.setenv("MASTER_PORT", "a port")
     assert "is not a port" in _refused(folder, capsys)
+
+
+@pytest.mark.parametrize("size", [None, "", "two", "0"])
+def test_a_rank_left_in_the_environment(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, size: str | None
+) -> None:
+    monkeypatch.setenv("RANK", "0")
+    if size is not None:
+        monkeypatch.setenv("WORLD_SIZE", size)
+    assert cli.main(["pretrain", "--cpu", *TINY]) == 2
+    assert "WORLD_SIZE" in capsys.readouterr().err
 
 
 def complaint(context: Context, flags: tuple[str, ...]) -> str | None:

@@ -117,7 +117,9 @@ def test_an_incomplete_checkout_is_told_before_anything_is_made(machine):
     (machine.project / "requirements/older-megatron.txt").unlink()
     done = machine.run("ci/env.sh")
     assert (done.returncode, machine.installed()) == (1, [])
-    told = f"env: {machine.project}/requirements/older-megatron.txt is missing or unreadable; check the project out again."
+    told = (
+        f"env: {machine.project}/requirements/older-megatron.txt is missing or unreadable; check the project out again."
+    )
     assert done.stderr.splitlines() == [told]
     assert not (machine.project / ".venv").exists()
 
