@@ -175,6 +175,8 @@ def _checked_job(options: argparse.Namespace, argv: list[str], script: Path | No
     preflight.check_sizes(argv)
     preflight.check_layout(argv, world)
     preflight.check_files(argv)
+    if not options.cpu:
+        preflight.check_device()
     # Stock is stock: with our own script and everything off, not even the seams are opened.
     return Job(tuple(argv), script, options.cpu, patched=script is not None or config.mode != "off")
 

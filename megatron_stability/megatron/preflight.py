@@ -137,6 +137,18 @@ def check_files(argv: Sequence[str]) -> None:
             check_writable("--" + flag.replace("_", "-"), Path(folder))
 
 
+def check_device() -> None:
+    """Megatron trains on CUDA devices; without one, each rank would end in a traceback.
+
+    Raises:
+        UsageError: there is none; names the flag for a dry run.
+    """
+    import torch
+
+    if not torch.cuda.is_available():
+        raise UsageError("no CUDA device is visible; --cpu makes a dry run without one")
+
+
 def check_dataset(flag: str, prefix: str) -> None:
     """PREFIX.idx and PREFIX.bin must exist, and the index must describe exactly the bytes that are there."""
     index, data = Path(f"{prefix}.idx"), Path(f"{prefix}.bin")

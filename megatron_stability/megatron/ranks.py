@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import multiprocessing as mp
 import os
 import re
+import signal
 import socket
 import sys
 import tempfile
@@ -19,6 +21,7 @@ from typing import Any, Self
 from megatron_stability.errors import EXIT_FINE, EXIT_HALTED, EXIT_UNUSABLE, UsageError
 
 GRACE_S = 10.0  # how long the other ranks may take to end by themselves once one has failed
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
 TAIL = 60  # lines of the failing rank's standard error that are shown
 
 
@@ -74,7 +77,7 @@ class Ranks:
         processes: list[Any] = []
         for rank in range(self._world):
             process: Any = self._context.Process(  # type: ignore[attr-defined]
-                target=_rank, args=(rank, target, job, self._fork, self._log(rank)), name=f"rank-{rank}"
+                target=_rank, args=(rank, target, job, self._fork, self._log(rank), os.getpid()), name=f"rank-{rank}"
             )
             process.start()
             processes.append(process)
@@ -124,10 +127,19 @@ def _let_end(processes: list[Any]) -> None:
         process.join(max(0.0, deadline - time.monotonic()))
 
 
-def _rank(rank: int, target: Callable[[Any, bool], None], job: Any, prepared: bool, log: Path) -> None:
+def _end_with(launcher: int) -> None:
+    """Let a launcher that is killed, by SIGKILL too, take its ranks along; they get SIGTERM."""
+    if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGTERM) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
+    if os.getppid() != launcher:  # it died before the call
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _rank(rank: int, target: Callable[[Any, bool], None], job: Any, prepared: bool, log: Path, launcher: int) -> None:
     error = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     sys.stderr.flush()
     os.dup2(error, 2)
+    _end_with(launcher)
     os.environ["RANK"] = os.environ["LOCAL_RANK"] = str(rank)
     target(job, prepared)
 
