@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import faulthandler
+import gc
 import importlib
 import multiprocessing
 import os
@@ -236,6 +237,7 @@ def _template(connection: Connection, prepare: Callable[[], None]) -> None:
     os.environ.update(cpu.environment())
     torch.set_num_threads(1)
     prepare()
+    gc.freeze()  # a rank's collector leaves the imported modules' pages shared
     connection.send("ready")
     fork = multiprocessing.get_context("fork")
     while True:
