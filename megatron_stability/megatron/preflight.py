@@ -126,7 +126,10 @@ def check_files(argv: Sequence[str]) -> None:
             with contextlib.suppress(ValueError):
                 float(prefix)  # a blend's weight
                 continue
-            check_dataset(flag, prefix)
+            try:
+                check_dataset(flag, prefix)
+            except OSError as error:
+                raise UsageError(f"{flag} {prefix}: its files can't be read ({error.strerror})") from None
     lists = ("--data-args-path", "--per-split-data-args-path")
     for flag, file in zip(lists, vars(_peek(argv, {flag: {"default": None} for flag in lists})).values(), strict=True):
         if file is not None and not Path(file).is_file():

@@ -130,6 +130,13 @@ def test_damaged_data_files(folder: Path, capsys: pytest.CaptureFixture[str], da
     assert (data.name if damage == "short data" else index.name) in said
 
 
+def test_an_index_that_cannot_be_read(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    index, _ = _dataset(folder)
+    index.unlink()
+    index.symlink_to("/proc/self/mem")  # a regular file whose first byte can't be read, by root either
+    assert "--data-path text: its files can't be read" in _refused(folder, capsys, "--data-path", "text")
+
+
 def test_an_occupied_port(folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
