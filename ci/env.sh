@@ -14,6 +14,15 @@ project_stamp=$venv/.project
 
 say() { printf 'env: %s\n' "$*" >&2; }
 fail() { say "$*"; exit 1; }
+for file in "$lock" "$older" setup.py pyproject.toml; do
+    [ -r "$file" ] || fail "$root/$file is missing or unreadable; check the project out again."
+done
+must_be_writable() {
+    local folder
+    for folder in "$root" "$root/$venv"; do
+        [ ! -d "$folder" ] || [ -w "$folder" ] || fail "$folder is read-only; make it writable, or copy the project elsewhere."
+    done
+}
 
 # Prints what is wrong with interpreter $1, or nothing; $2: the modules it must have.
 fault() {
@@ -92,6 +101,7 @@ install() { # one command for both installers; the lock is complete, so nothing 
 }
 
 make_environment() {
+    must_be_writable
     local python modules="ssl ctypes venv"
     [ -n "$uv" ] || modules="$modules ensurepip"
     python=$(find_python "$modules")
@@ -124,6 +134,7 @@ if ! { "$venv/bin/python" -c "" 2>/dev/null && stamped "$packages_stamp" "$(fing
 fi
 project=$(fingerprint "$venv/bin/python" setup.py pyproject.toml)
 if ! stamped "$project_stamp" "$project"; then
+    must_be_writable
     say "3/3 installing this project, editable"
     install --no-build-isolation -e . || fail "installing the project itself failed, see above."
     printf '%s\n' "$project" >"$project_stamp"

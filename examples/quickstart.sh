@@ -22,4 +22,4 @@ until [ -e "$nearest" ] || [ -L "$nearest" ]; do nearest=$(dirname -- "$nearest"
 
 unset PYTHONDONTWRITEBYTECODE  # importing Megatron takes 8 s from bytecode, 24 s from source
 bash "$root/ci/env.sh"
-exec "$root/.venv/bin/megatron-stability" quickstart --out "$out"
+exec "$root/.venv/bin/megatron-stability" quickstart --out="$out"

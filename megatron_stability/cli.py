@@ -5,6 +5,7 @@ Importing this module pulls in neither torch nor Megatron, so that `--help` answ
 
 import difflib
 import importlib
+import io
 import os
 import select
 import sys
@@ -121,6 +122,8 @@ def call(command: Command, argv: list[str]) -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns the exit code; `argv` defaults to the process's arguments."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="surrogateescape")  # a file name that is not UTF-8 is printed as its bytes
     try:
         code = _run(list(sys.argv[1:] if argv is None else argv))
         sys.stdout.flush()

@@ -140,11 +140,15 @@ def load(file: str | Path | None = None, overrides: Mapping[str, str | None] | N
     Raises:
         UsageError: unreadable file, unknown key, wrong type or impossible value; names the flag or file and key.
     """
-    file = file or (overrides or {}).get("stability_config")
+    overrides = overrides or {}
+    for name, path in (("stability_config", ()), *((dest(path), path) for path, _ in leaves())):
+        if overrides.get(name) == "":  # an unset variable of a launch script, most often
+            raise UsageError(f"{flag(path) if path else '--stability-config'} is empty; give a value or drop the flag")
+    file = file or overrides.get("stability_config")
     tree = _read(Path(file)) if file else {}
     given: set[tuple[str, ...]] = set()
     for path, info in leaves():
-        value = (overrides or {}).get(dest(path))
+        value = overrides.get(dest(path))
         if value is None:
             continue
         given.add(path)
@@ -155,17 +159,44 @@ def load(file: str | Path | None = None, overrides: Mapping[str, str | None] | N
         raise UsageError(_sentence(error, file, given)) from None
 
 
+class _Loader(yaml.SafeLoader):
+    """PyYAML's safe loader, to which a key that stands twice is an error: the last one would win silently."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        """As the base class; called for every mapping of the file."""
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if key.value in seen:
+                raise yaml.MarkedYAMLError(problem=f"the key `{key.value}` stands twice", problem_mark=key.start_mark)
+            if isinstance(key, yaml.ScalarNode):
+                seen.add(key.value)
+        return super().construct_mapping(node, deep)
+
+
+def _yaml(text: str) -> Any:
+    """The value of a YAML text.
+
+    Raises:
+        YAMLError: not YAML, by our measure: a key that stands twice, a date that is none and endless nesting too.
+    """
+    try:
+        return yaml.load(text, _Loader)  # noqa: S506  # a safe loader
+    except (RecursionError, ValueError) as error:  # of nested brackets; of 2020-99-99
+        raise yaml.YAMLError(str(error)) from None
+
+
 def _read(file: Path) -> dict[str, Any]:
     try:
-        tree = yaml.safe_load(file.read_text(encoding="utf-8"))
+        tree = _yaml(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise UsageError(
             f"--stability-config {file}: cannot be read ({error.strerror}); give a readable YAML file"
         ) from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        where = getattr(error, "problem_mark", None)
+        where, why = getattr(error, "problem_mark", None), getattr(error, "problem", None)
         line = f", line {where.line + 1}" if where else ""
-        raise UsageError(f"--stability-config {file}{line}: is not valid YAML; mend the file") from None
+        reason = f" ({why})" if why else ""
+        raise UsageError(f"--stability-config {file}{line}: is not valid YAML{reason}; mend the file") from None
     if tree is None:
         return {}
     if not isinstance(tree, dict):
@@ -188,7 +219,7 @@ def _from_text(text: Any, path: tuple[str, ...], info: FieldInfo) -> Any:
     if not isinstance(text, str) or info.annotation in (str, Path, Path | None):
         return text
     try:
-        return yaml.safe_load(text)  # numbers, booleans and lists as the file spells them
+        return _yaml(text)  # numbers, booleans and lists as the file spells them
     except yaml.YAMLError:
         raise UsageError(f"{flag(path)} {text!r}: is not a valid value") from None
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from megatron_stability.compare.figures import Gates, RunFigures, compare
 from megatron_stability.errors import EXIT_FINDING, EXIT_FINE, UsageError
+from megatron_stability.record import pages
 from megatron_stability.record.entries import FILE, read
 
 EPILOG = """Examples:
@@ -31,6 +32,7 @@ def run(argv: Sequence[str]) -> int:
     """
     own, flags = _split(argv)
     options = _parser().parse_args(own)
+    _check(options)
     if options.out is not None:
         folders = _start(options, flags)
     elif len(options.runs) != 2 or flags:
@@ -46,7 +48,10 @@ def run(argv: Sequence[str]) -> int:
     )
     result = compare(fp8, control, noise, options.warmup, gates)
     if options.json is not None:
-        options.json.write_text(json.dumps(result, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+        try:
+            options.json.write_text(json.dumps(result, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+        except OSError as error:
+            raise UsageError(f"--json {options.json}: cannot be written ({error.strerror})") from None
     if options.html is not None:
         from megatron_stability.compare.plots import write
 
@@ -55,6 +60,18 @@ def run(argv: Sequence[str]) -> int:
     for finding in result["findings"]:
         print(f"FINDING: {finding}")
     return EXIT_FINDING if result["findings"] else EXIT_FINE
+
+
+def _check(options: argparse.Namespace) -> None:
+    """Before any run is started: a gate of NaN would let everything pass."""
+    for name in ("max_loss_error", "max_held_out_error", "max_slowdown"):
+        value = getattr(options, name)
+        if value is not None and not 0 <= value < float("inf"):
+            raise UsageError(f"--{name.replace('_', '-')} {value:g}: must be 0 or more")
+    if options.warmup < 0:
+        raise UsageError(f"--warmup {options.warmup}: must be 0 or more")
+    if options.html is not None:
+        pages.check("--html", options.html)
 
 
 def figures(folder: Path) -> RunFigures:

@@ -10,6 +10,7 @@ import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from megatron_stability.compare.figures import RunFigures
+from megatron_stability.record import pages
 from megatron_stability.records import decode_float
 
 
@@ -34,4 +35,4 @@ def write(result: dict[str, Any], runs: Sequence[RunFigures], path: Path) -> Non
         figure.add_hline(y=level, line_dash="dash", row=2, col=1)
     figure.add_vline(x=result["warmup"], line_dash="dot", row=2, col=1)
     figure.update_xaxes(title_text="step", row=2, col=1)
-    path.write_text(figure.to_html(include_plotlyjs=True), encoding="utf-8")
+    pages.write("--html", path, figure.to_html(include_plotlyjs=True))

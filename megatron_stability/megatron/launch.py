@@ -21,6 +21,7 @@ from megatron_stability.errors import EXIT_FINE, UsageError
 from megatron_stability.megatron import preflight
 from megatron_stability.megatron.ranks import Ranks
 
+MOST_RANKS = 1024  # more on one machine is a slip of the keyboard
 EPILOG = {
     "pretrain": "All other flags are Megatron's. Example, a dry run on two CPU ranks:\n"
     "  megatron-stability pretrain --nproc 2 --cpu --tensor-model-parallel-size 2 --num-layers 2 --hidden-size 64 \\\n"
@@ -101,7 +102,7 @@ def run_script(argv: Sequence[str]) -> int:
 
 
 def _options(name: Literal["pretrain", "run"], argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    parser = argparse.ArgumentParser(
+    parser = preflight.OneSentenceParser(
         prog=f"megatron-stability {name}",
         allow_abbrev=False,
         epilog=EPILOG[name],
@@ -130,6 +131,8 @@ def _launch(options: argparse.Namespace, argv: list[str], script: Path | None) -
 
 def _start_ranks(options: argparse.Namespace, argv: list[str], script: Path | None) -> int:
     world = 1 if options.nproc is None else options.nproc
+    if not 1 <= world <= MOST_RANKS:
+        raise UsageError(f"--nproc {world}: start at least one rank, and at most {MOST_RANKS} on one machine")
     job = _checked_job(options, argv, script, world)
     with Ranks(world, fork=options.cpu) as ranks:
         if options.cpu:
@@ -146,7 +149,13 @@ def _be_rank(options: argparse.Namespace, argv: list[str], script: Path | None) 
     """This process was started by torchrun: every rank judges the same, rank 0 says it, all exit 2."""
     if options.nproc is not None:
         raise UsageError("--nproc was given under torchrun, which started the ranks already; drop one of the two")
-    world = int(os.environ["WORLD_SIZE"])
+    size = os.environ.get("WORLD_SIZE", "")
+    if not (size.isdecimal() and int(size)):
+        raise UsageError(
+            f"RANK={os.environ['RANK']} is set, and WORLD_SIZE ({size!r}) is no number of ranks: unset RANK to start "
+            "ranks here, or use torchrun"
+        )
+    world = int(size)
     job = _checked_job(options, argv, script, world)
     job.prepare()
     complaint = preflight.complaint_about_arguments(job, world) if job.script is None else None
@@ -163,8 +172,11 @@ def _checked_job(options: argparse.Namespace, argv: list[str], script: Path | No
         from megatron_stability.megatron import cpu
 
         argv = [*cpu.FLAGS, *argv]  # the user's own come later and win
+    preflight.check_sizes(argv)
     preflight.check_layout(argv, world)
     preflight.check_files(argv)
+    if not options.cpu:
+        preflight.check_device()
     # Stock is stock: with our own script and everything off, not even the seams are opened.
     return Job(tuple(argv), script, options.cpu, patched=script is not None or config.mode != "off")
 

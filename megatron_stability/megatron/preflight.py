@@ -6,11 +6,12 @@ import argparse
 import contextlib
 import difflib
 import io
+import math
 import os
 import struct
 import tempfile
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -22,24 +23,32 @@ if TYPE_CHECKING:
     from megatron_stability.megatron.launch import Job
 
 INDEX_MAGIC = b"MMIDIDX\x00\x00"  # core/datasets/indexed_dataset.py
+COUNTS = (
+    *("num-layers", "hidden-size", "num-attention-heads", "num-query-groups", "seq-length", "max-position-embeddings"),
+    *("micro-batch-size", "global-batch-size", "log-interval", "vocab-size"),
+    *("num-experts", "moe-router-topk"),
+)
 DTYPE_BYTES = {1: 1, 2: 1, 3: 2, 4: 4, 5: 8, 6: 8, 7: 4, 8: 2}
 
 
-class _Parser(argparse.ArgumentParser):
+class OneSentenceParser(argparse.ArgumentParser):
+    """Says what is wrong without the usage, which is hundreds of lines here."""
+
     def error(self, message: str) -> NoReturn:
+        """Called by argparse; raises a UsageError with its message."""
         raise UsageError(message)
 
 
 def _peek(argv: Sequence[str], flags: dict[str, Any]) -> argparse.Namespace:
     """Some of Megatron's flags, read without Megatron."""
-    parser = _Parser(allow_abbrev=False, add_help=False)
+    parser = OneSentenceParser(allow_abbrev=False, add_help=False)
     for flag, options in flags.items():
         parser.add_argument(flag, **options)
     return parser.parse_known_args(list(argv))[0]
 
 
 def check_layout(argv: Sequence[str], world: int) -> None:
-    """The world size must be a multiple of tensor × pipeline × context parallel size.
+    """The world size must be a multiple of tensor × pipeline × context parallel size, and likewise for experts.
 
     Args:
         argv: Megatron's flags.
@@ -48,17 +57,55 @@ def check_layout(argv: Sequence[str], world: int) -> None:
     Raises:
         UsageError: names the flags and the numbers of ranks that would do.
     """
-    names = ("tensor-model-parallel-size", "pipeline-model-parallel-size", "context-parallel-size")
-    sizes = _peek(argv, {f"--{name}": {"type": int, "default": 1} for name in names})
-    values = list(vars(sizes).values())
-    for name, value in zip(names, values, strict=True):
-        if value < 1:
-            raise UsageError(f"--{name} {value}: must be at least 1")
-    needed = values[0] * values[1] * values[2]
+    tensor, pipeline = "tensor-model-parallel-size", "pipeline-model-parallel-size"
+    sizes = _at_least_one(argv, {tensor: 1, pipeline: 1, "context-parallel-size": 1})
+    _refuse_misfit(sizes, world)
+    experts = _at_least_one(argv, {"expert-tensor-parallel-size": sizes[tensor], "expert-model-parallel-size": 1})
+    _refuse_misfit({**experts, pipeline: sizes[pipeline]}, world)
+
+
+def _refuse_misfit(sizes: dict[str, int], world: int) -> None:
+    needed = math.prod(sizes.values())
     if world % needed:
-        layout = " x ".join(f"--{name} {value}" for name, value in zip(names, values, strict=True) if value > 1)
+        layout = " x ".join(f"--{name} {size}" for name, size in sizes.items() if size > 1)
         raise UsageError(
             f"{world} rank{'s' * (world > 1)} can't hold {layout}: start a multiple of {needed} (--nproc {needed})"
+        )
+
+
+def _at_least_one(argv: Sequence[str], defaults: Mapping[str, int | None]) -> dict[str, Any]:
+    """Integer flags by name, each given one at least 1."""
+    values = vars(_peek(argv, {f"--{name}": {"type": int, "default": value} for name, value in defaults.items()}))
+    for name, value in zip(defaults, values.values(), strict=True):
+        if value is not None and value < 1:
+            raise UsageError(f"--{name} {value}: must be at least 1")
+    return dict(zip(defaults, values.values(), strict=True))
+
+
+def check_sizes(argv: Sequence[str]) -> None:
+    """Sizes that Megatron divides by, or that a model can't do without, must be positive and go together.
+
+    Args:
+        argv: Megatron's flags.
+
+    Raises:
+        UsageError: names the flags.
+    """
+    given = _at_least_one(argv, dict.fromkeys(COUNTS))
+    layouts = _at_least_one(argv, {"tensor-model-parallel-size": 1, "context-parallel-size": 1})
+    heads, groups, length = (given[name] for name in ("num-attention-heads", "num-query-groups", "seq-length"))
+    if "--group-query-attention" in argv and heads and groups and heads % groups:
+        raise UsageError(f"--num-attention-heads {heads} is not a multiple of --num-query-groups {groups}")
+    experts, chosen = given["num-experts"], given["moe-router-topk"]
+    if experts and chosen and chosen > experts:
+        raise UsageError(f"--moe-router-topk {chosen} is more than --num-experts {experts}")
+    tensor, context = layouts.values()
+    if length and context > 1 and length % (2 * context):
+        raise UsageError(f"--seq-length {length} is not a multiple of 2 x --context-parallel-size {context}")
+    if length and "--sequence-parallel" in argv and length // context % tensor:
+        raise UsageError(
+            f"--seq-length {length}: with --sequence-parallel a context rank's share, {length // context}, must be a "
+            f"multiple of --tensor-model-parallel-size {tensor}"
         )
 
 
@@ -79,11 +126,30 @@ def check_files(argv: Sequence[str]) -> None:
             with contextlib.suppress(ValueError):
                 float(prefix)  # a blend's weight
                 continue
-            check_dataset(flag, prefix)
+            try:
+                check_dataset(flag, prefix)
+            except OSError as error:
+                raise UsageError(f"{flag} {prefix}: its files can't be read ({error.strerror})") from None
+    lists = ("--data-args-path", "--per-split-data-args-path")
+    for flag, file in zip(lists, vars(_peek(argv, {flag: {"default": None} for flag in lists})).values(), strict=True):
+        if file is not None and not Path(file).is_file():
+            raise UsageError(f"{flag} {file}: there is no such file")
     folders = ("--save", "--tensorboard-dir", "--stability-record-dir")
     for flag, folder in vars(_peek(argv, {flag: {"default": None} for flag in folders})).items():
         if folder is not None:
             check_writable("--" + flag.replace("_", "-"), Path(folder))
+
+
+def check_device() -> None:
+    """Megatron trains on CUDA devices; without one, each rank would end in a traceback.
+
+    Raises:
+        UsageError: there is none; names the flag for a dry run.
+    """
+    import torch
+
+    if not torch.cuda.is_available():
+        raise UsageError("no CUDA device is visible; --cpu makes a dry run without one")
 
 
 def check_dataset(flag: str, prefix: str) -> None:
@@ -142,10 +208,10 @@ def complaint_about_arguments(job: Job, world: int, prepared: bool = True) -> st
         validate_args,
     )
 
-    from megatron_stability.megatron import arguments
+    from megatron_stability.megatron import arguments, drills
     from megatron_stability.megatron import pretrain as gpt
 
-    parser = gpt.add_arguments(add_megatron_arguments(_Parser(allow_abbrev=False)))
+    parser = gpt.add_arguments(add_megatron_arguments(OneSentenceParser(allow_abbrev=False)))
     try:
         _, unknown = parser.parse_known_args(list(job.argv))
         _refuse_unknown(unknown, parser)
@@ -154,16 +220,34 @@ def complaint_about_arguments(job: Job, world: int, prepared: bool = True) -> st
             validate_args(args, {"tokenizer_type": "NullTokenizer"})
             core_transformer_config_from_args(args)  # refuses more, such as heads that the tensor ranks can't share
         gpt.refuse_what_is_not_carried(args)
+        _refuse_missing(args)
+        drills.faults(args)
         config = tree.load(overrides=vars(args))
         refuse_inactive_fp8(config.fp8, config.mode, args)
         if config.mode != "off":
             arguments.refuse_what_cannot_work(config, args)
-    except UsageError as error:
+    except (UsageError, argparse.ArgumentTypeError) as error:
         return str(error)
-    except (AssertionError, ValueError, RuntimeError, KeyError, TypeError) as error:
+    except (AssertionError, ValueError, RuntimeError, KeyError, TypeError, ArithmeticError, OSError) as error:
         frame = traceback.extract_tb(error.__traceback__)[-1]
         return f"Megatron refuses these arguments: {str(error).strip() or frame.line} ({Path(frame.filename).name})"
     return None
+
+
+def _refuse_missing(args: argparse.Namespace) -> None:
+    """What Megatron notices only on every rank, or not at all: it takes mock data where no data are named."""
+    for name, value in vars(args).items():
+        if isinstance(value, float) and math.isnan(value):
+            raise UsageError(f"--{name.replace('_', '-')} {value}: is not a number")
+    if args.lr is None and not args.skip_train:
+        raise UsageError("--lr is missing: give the learning rate")
+    if not args.skip_train and (args.train_iters or args.train_samples or 0) < 1:
+        raise UsageError("--train-iters: give at least 1, or --train-samples")
+    data = ("data_path", "train_data_path", "data_args_path", "per_split_data_args_path", "mock_data")
+    if not any(getattr(args, name, None) for name in data):
+        raise UsageError(
+            "no data: give --data-path PREFIX, which `megatron-stability prepare-data` makes, or --mock-data"
+        )
 
 
 def _refuse_unknown(unknown: Sequence[str], parser: argparse.ArgumentParser) -> None:

@@ -115,18 +115,17 @@ def prepare(inputs: Sequence[str | Path], prefix: str | Path, options: Options |
     tokenizer = prepare_tokenizers.load(options.tokenizer, options.eod_token)
     sources = discover([Path(given) for given in inputs], options.patterns, options.exclude)
     target = Path(prefix)
-    _check_target(target, options.overwrite)
-    try:
+    flags = ["--data-path", str(target), *prepare_tokenizers.training_flags(tokenizer)]
+    try:  # what can't be read is told by the sources; any other failure is the output's
+        _check_target(target, options.overwrite, str(prefix).endswith("/"))
         target.parent.mkdir(parents=True, exist_ok=True)
-        scratch = tempfile.TemporaryDirectory(prefix=".prepare-data-", dir=target.parent)
+        with tempfile.TemporaryDirectory(prefix=".prepare-data-", dir=target.parent) as folder:
+            built = Path(folder) / "data"
+            counts = _build(sources, built, tokenizer, options)
+            _write_meta(built, [str(given) for given in inputs], tokenizer, options, counts, flags)
+            _publish(built, target)
     except OSError as error:
         raise UsageError(f"--output {target} cannot be written ({error.strerror}); choose another folder.") from error
-    with scratch as folder:
-        built = Path(folder) / "data"
-        counts = _build(sources, built, tokenizer, options)
-        flags = ["--data-path", str(target), *prepare_tokenizers.training_flags(tokenizer)]
-        _write_meta(built, [str(given) for given in inputs], tokenizer, options, counts, flags)
-        _publish(built, target)
     return Summary(
         prefix=str(target),
         documents=counts.documents,
@@ -146,8 +145,8 @@ def _check(options: Options) -> None:
         raise UsageError(f"--max-bytes {options.max_bytes} must be at least 1.")
 
 
-def _check_target(target: Path, overwrite: bool) -> None:
-    if not target.name or target.is_dir():
+def _check_target(target: Path, overwrite: bool, folder: bool) -> None:
+    if folder or not target.name or target.is_dir():
         raise UsageError(f"--output {target} is a folder; give a path prefix such as {target / 'data'}.")
     there = [path for path in map(target.with_name, _names(target.name)) if path.exists()]
     if there and not overwrite:

@@ -142,6 +142,8 @@ def _jsonl_text(raw: bytes, place: str, key: str) -> bytes:
         raise UsageError(f"{place} is not UTF-8 at byte {error.start} of the line; mend or remove the line.") from error
     except json.JSONDecodeError as error:
         raise UsageError(f"{place} is not valid JSON ({error.msg} at column {error.colno}).") from error
+    except ValueError as error:
+        raise UsageError(f"{place} holds a number too long to be read; mend or remove the line.") from error
     except RecursionError as error:
         raise UsageError(f"{place} is nested too deeply to be read.") from error
     if not isinstance(value, dict) or key not in value:

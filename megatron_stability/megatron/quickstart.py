@@ -97,8 +97,11 @@ def run(argv: Sequence[str]) -> int:
         description="Trains a small GPT on four CPU ranks, twice: stock Megatron, and with the plugin.",
         epilog="Example: megatron-stability quickstart --out quickstart-out",
     )
-    parser.add_argument("--out", type=Path, default=Path("quickstart-out"), metavar="DIR", help="default: %(default)s")
-    out: Path = parser.parse_args(argv).out.absolute()
+    parser.add_argument("--out", default="quickstart-out", metavar="DIR", help="default: %(default)s")
+    given: str = parser.parse_args(argv).out
+    if not given:  # an unset variable, most often; it would mean the current folder
+        raise UsageError("--out is empty; name a folder")
+    out = Path(given).absolute()
     preflight.check_writable("--out", out)
     out.mkdir(parents=True, exist_ok=True)
     console = Console()

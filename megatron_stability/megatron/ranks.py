@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import multiprocessing as mp
 import os
+import re
+import signal
 import socket
 import sys
 import tempfile
@@ -18,6 +21,7 @@ from typing import Any, Self
 from megatron_stability.errors import EXIT_FINE, EXIT_HALTED, EXIT_UNUSABLE, UsageError
 
 GRACE_S = 10.0  # how long the other ranks may take to end by themselves once one has failed
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
 TAIL = 60  # lines of the failing rank's standard error that are shown
 
 
@@ -30,8 +34,6 @@ class Ranks:
 
     def __init__(self, world: int, fork: bool) -> None:
         """`fork`: ranks inherit what this process has imported (CPU backend); else each is a fresh interpreter."""
-        if world < 1:
-            raise UsageError(f"--nproc {world}: start at least one rank")
         self._world, self._fork = world, fork
         self._context = mp.get_context("fork" if fork else "spawn")
         self._logs = tempfile.TemporaryDirectory(prefix="megatron-stability-")
@@ -75,7 +77,7 @@ class Ranks:
         processes: list[Any] = []
         for rank in range(self._world):
             process: Any = self._context.Process(  # type: ignore[attr-defined]
-                target=_rank, args=(rank, target, job, self._fork, self._log(rank)), name=f"rank-{rank}"
+                target=_rank, args=(rank, target, job, self._fork, self._log(rank), os.getpid()), name=f"rank-{rank}"
             )
             process.start()
             processes.append(process)
@@ -104,7 +106,7 @@ class Ranks:
 
     def _tell(self, rank: int, code: int) -> None:
         if code in (EXIT_UNUSABLE, EXIT_HALTED):
-            sys.stderr.write(self._log(rank).read_text(errors="replace"))
+            sys.stderr.write(without_usage(self._log(rank).read_text(errors="replace")))
             return
         lines = self._log(rank).read_text(errors="replace").splitlines()
         print(f"megatron-stability: rank {rank} failed first, with exit code {code}; it said:", file=sys.stderr)
@@ -114,16 +116,30 @@ class Ranks:
         return Path(self._logs.name) / f"rank-{rank}.err"
 
 
+def without_usage(said: str) -> str:
+    """What a script said, without argparse's usage: of Megatron's flags it is a thousand lines before the error."""
+    return re.sub(r"^usage: .*?\n(?=\S[^\n]*: error: )", "", said, flags=re.MULTILINE | re.DOTALL)
+
+
 def _let_end(processes: list[Any]) -> None:
     deadline = time.monotonic() + GRACE_S
     for process in processes:
         process.join(max(0.0, deadline - time.monotonic()))
 
 
-def _rank(rank: int, target: Callable[[Any, bool], None], job: Any, prepared: bool, log: Path) -> None:
+def _end_with(launcher: int) -> None:
+    """Let a launcher that is killed, by SIGKILL too, take its ranks along; they get SIGTERM."""
+    if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGTERM) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
+    if os.getppid() != launcher:  # it died before the call
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _rank(rank: int, target: Callable[[Any, bool], None], job: Any, prepared: bool, log: Path, launcher: int) -> None:
     error = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     sys.stderr.flush()
     os.dup2(error, 2)
+    _end_with(launcher)
     os.environ["RANK"] = os.environ["LOCAL_RANK"] = str(rank)
     target(job, prepared)
 

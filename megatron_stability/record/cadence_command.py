@@ -13,15 +13,16 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron_stability.errors import EXIT_FINE, UsageError
-from megatron_stability.record import cadence, cadence_ledger, ledger
+from megatron_stability.record import cadence, cadence_ledger, ledger, pages
 from megatron_stability.record.cadence import Costs
 from megatron_stability.record.cadence_ledger import Measured
-from megatron_stability.record.manifest import write_atomically
 
 EXAMPLE = """examples:
   megatron-stability cadence --save-seconds 40 --restart-seconds 600 --mtbf-hours 8
   megatron-stability cadence --ledger runs/a --out cadence.html
   megatron-stability cadence --ledger runs/a --mtbf-hours 8      # a run that has not failed yet"""
+
+LEAST, MOST = 1e-6, 1e9  # seconds or hours; beyond them the arithmetic says nothing
 
 
 def run(argv: Sequence[str]) -> int:
@@ -37,10 +38,12 @@ def run(argv: Sequence[str]) -> int:
         UsageError: an impossible value, or no mean time between failures to be had.
     """
     options = _parser().parse_args(argv)
+    if options.out is not None:
+        pages.check("--out", options.out)
     costs, step_s = _costs(options)
     document = study(costs, options.hours, step_s, options.seed)
     if options.out is not None:
-        write_atomically(options.out, _page(document).encode())
+        pages.write("--out", options.out, _page(document))
     if options.json:
         json.dump(document, sys.stdout, indent=2, allow_nan=False)
         sys.stdout.write("\n")
@@ -78,12 +81,14 @@ def _costs(options: argparse.Namespace) -> tuple[Costs, float | None]:
     """What a save, a restart and the failures cost, and the seconds of a step: given, else measured."""
     for name in ("save_seconds", "hours", "mtbf_hours", "step_seconds"):
         value = getattr(options, name)
-        if value is not None and not 0 < value < float("inf"):
-            raise UsageError(f"--{name.replace('_', '-')} {value:g}: must be above 0")
+        if value is not None and not LEAST <= value <= MOST:
+            raise UsageError(f"--{name.replace('_', '-')} {value:g}: must be from {LEAST:g} to {MOST:g}")
     for name in ("interference_seconds", "restart_seconds", "detection_delay_seconds"):
         value = getattr(options, name)
-        if value is not None and not 0 <= value < float("inf"):
-            raise UsageError(f"--{name.replace('_', '-')} {value:g}: must be 0 or more")
+        if value is not None and not 0 <= value <= MOST:
+            raise UsageError(f"--{name.replace('_', '-')} {value:g}: must be from 0 to {MOST:g}")
+    if options.seed < 0:
+        raise UsageError(f"--seed {options.seed}: must be 0 or more")
     if not 0 <= options.silent_share <= 1:
         raise UsageError(f"--silent-share {options.silent_share:g}: must be from 0 to 1")
     seen, failures_s = _measured(options)

@@ -44,6 +44,8 @@ def run(argv: Sequence[str]) -> int:
     options.command = command
     if not options.folder.is_dir():
         raise UsageError(f"{options.folder}: there is no such folder; name the one that holds iter_*")
+    if options.threads < 1:
+        raise UsageError(f"--threads {options.threads}: must be at least 1")
     return int(options.function(options))
 
 
@@ -71,7 +73,9 @@ def _parser() -> argparse.ArgumentParser:
         ("repair-tracker", _repair, f"let {TRACKER} name the newest complete, verified checkpoint"),
         ("suspect", _suspect, "keep one checkpoint as evidence and out of every resume"),
     ):
-        verb = verbs.add_parser(name, help=text, description=text)
+        verb = verbs.add_parser(
+            name, help=text, description=text, epilog=EXAMPLE, formatter_class=argparse.RawDescriptionHelpFormatter
+        )
         verb.add_argument("folder", type=Path)
         verb.add_argument("--json", action="store_true", help="print JSON instead of a table")
         verb.add_argument("--threads", type=int, default=manifest.THREADS, help="files hashed at once (default: 4)")
@@ -165,6 +169,8 @@ def _record(each: Generation) -> dict[str, Any]:
 def _drill(options: argparse.Namespace) -> int:
     if options.nproc is not None and not options.command:
         raise UsageError("--nproc: a resume with other ranks needs the run's command after `--`")
+    if options.work is not None and not options.work.is_dir():
+        raise UsageError(f"--work {options.work}: is not a folder; make it, or name another")
     with tempfile.TemporaryDirectory(prefix=".drill-", dir=options.work or options.folder) as work:
         outcomes = list(drill.file_drills(options.folder, Path(work) / "files"))
         for number, nproc in enumerate((None, options.nproc) if options.command else ()):

@@ -9,7 +9,6 @@ import argparse
 import importlib.util
 import json
 import math
-import os
 import sys
 from collections.abc import Sequence
 from datetime import UTC, datetime
@@ -19,7 +18,7 @@ from typing import Any
 from rich.console import Console
 
 from megatron_stability.errors import EXIT_FINDING, EXIT_FINE, UsageError
-from megatron_stability.record import summary
+from megatron_stability.record import pages, summary
 from megatron_stability.record.runview import RunView
 
 ROWS = 500  # incidents and findings shown a run
@@ -43,10 +42,8 @@ def build_report(runs: Sequence[RunView], path: str | Path, title: str = "Traini
     if missing:
         raise UsageError(f"report: needs {' and '.join(missing)}; pip install 'megatron-stability[report]'")
     path = Path(path)
-    try:
-        _replace(path, _page(runs, title))
-    except OSError as error:
-        raise UsageError(f"--out {path}: cannot be written ({error.strerror}); give a writable file") from None
+    pages.check("--out", path)
+    pages.write("--out", path, _page(runs, title))
     return path
 
 
@@ -133,13 +130,3 @@ def _div(figure: Any) -> str:
 
 def _tone(value: Any) -> str:
     return "" if value is None or math.isfinite(float(value)) else "bad"
-
-
-def _replace(path: Path, text: str) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        temporary.write_text(text, encoding="utf-8")
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)

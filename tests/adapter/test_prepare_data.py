@@ -3,12 +3,14 @@
 import hashlib
 import json
 from argparse import Namespace
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from megatron_stability import cli
 from megatron_stability.errors import UsageError
+from megatron_stability.megatron import prepare_data
 from megatron_stability.megatron.prepare_data import BIN, IDX, META, PROVENANCE, Options, prepare
 
 pytestmark = pytest.mark.megatron
@@ -180,6 +182,7 @@ def test_a_sentencepiece_model_round_trips(tmp_path):
         ("a.jsonl", b'{"text": 3}\n', {}, r"a\.jsonl:1 has a value under 'text' that is not text"),
         ("a.jsonl", b'{"text": "\xff"}\n', {}, r"a\.jsonl:1 is not UTF-8 at byte 10 of the line"),
         ("a.jsonl", b'{"text": "\\ud800"}\n', {}, r"a\.jsonl:1 holds a lone surrogate"),
+        ("a.jsonl", b'{"text": "x", "n": ' + b"9" * 5000 + b"}\n", {}, r"a\.jsonl:1 holds a number too long"),
         ("a.txt", b"", {}, "hold no text"),
         ("a.rst", b"x", {}, "no file that fits --pattern"),
         ("a.txt", b"x", {"workers": 0}, "--workers 0"),
@@ -213,6 +216,15 @@ def test_an_unusable_tokenizer_file_is_named(tmp_path, name):
         prepare([tmp_path / "a.txt"], tmp_path / "data", Options(tokenizer=tmp_path / name, eod_token="x"))
 
 
+def test_a_full_disk_is_told_and_leaves_nothing(corpus, tmp_path, monkeypatch):
+    out = tmp_path / "out"
+    with monkeypatch.context() as full:
+        full.setattr(prepare_data, "_write_meta", lambda *_: Path("/dev/full").write_text("x" * 10_000))
+        with pytest.raises(UsageError, match=r"--output .*data cannot be written \(No space left on device\)"):
+            prepare([corpus], out / "data")
+    assert list(out.iterdir()) == []
+
+
 def test_an_existing_data_set_is_replaced_only_on_request_and_a_failure_keeps_it(corpus, tmp_path):
     prefix = tmp_path / "data"
     prepare([corpus / "a.txt"], prefix)
@@ -234,5 +246,12 @@ def test_the_command_prints_the_flags_and_refuses_a_missing_input(corpus, tmp_pa
     assert "--tokenizer-type NullTokenizer --vocab-size 257" in shown
     assert cli.main(["prepare-data", str(corpus / "nope"), "--output", str(tmp_path / "x")]) == 2
     assert capsys.readouterr().err.endswith("nope is neither a file nor a folder; check the path.\n")
+    for output, said in (
+        (f"{tmp_path}/new/", "is a folder"),
+        (str(tmp_path / ("x" * 300)), "too long"),
+        ("", "folder"),
+    ):
+        assert cli.main(["prepare-data", str(corpus), "--output", output]) == 2
+        assert said in capsys.readouterr().err
     assert cli.main(["prepare-data", str(corpus), "--output", str(corpus / "a.txt" / "x")]) == 2
     assert "--output" in capsys.readouterr().err

@@ -14,6 +14,7 @@ import pytest
 from megatron_stability import cli
 from megatron_stability.megatron import preflight
 from megatron_stability.megatron.launch import Job
+from megatron_stability.megatron.ranks import without_usage
 from tests.dist.pool import Context, Pool
 
 TINY = (
@@ -55,7 +56,19 @@ def _refused(folder: Path, capsys: pytest.CaptureFixture[str], *flags: str, npro
     [
         (("--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2"), 3, "--nproc 4"),
         (("--tensor-model-parallel-size", "0"), 1, "at least 1"),
+        (("--expert-model-parallel-size", "3", "--num-experts", "3"), 2, "--expert-model-parallel-size 3"),
+        (("--num-experts", "2", "--moe-router-topk", "4"), 1, "--moe-router-topk 4"),
+        (("--group-query-attention", "--num-query-groups", "3"), 1, "--num-query-groups 3"),
+        (("--context-parallel-size", "2", "--seq-length", "30"), 2, "--seq-length 30"),
+        (("--tensor-model-parallel-size", "2", "--sequence-parallel", "--seq-length", "31"), 2, "--seq-length 31"),
+        (("--num-layers", "0"), 1, "--num-layers 0"),
+        (("--data-args-path", "nowhere"), 1, "--data-args-path nowhere"),
+        (("--num-layers",), 1, "--num-layers: expected one argument"),
+        (("--nproc", "two"), 1, "invalid int value"),
+        (("--stability-config", ""), 1, "--stability-config is empty"),
         ((), 0, "--nproc 0"),
+        ((), 99999999, "--nproc 99999999"),
+        (("--tensor-model-parallel-size", "2"), -1, "--nproc -1"),
         (("--stability-mode", "akt"), 1, "--stability-mode"),
         (("--stability-config", "missing.yaml"), 1, "missing.yaml"),
         (("--data-path", "nowhere"), 1, "prepare-data"),
@@ -74,6 +87,14 @@ def test_a_wrong_yaml_key_gets_a_suggestion(folder: Path, capsys: pytest.Capture
     said = _refused(folder, capsys, "--stability-config", "stability.yaml")
     assert "detect.grad_norm_spike.ratoi" in said
     assert "detect.grad_norm_spike.ratio`?" in said
+
+
+def test_of_a_scripts_parser_the_error_alone_is_shown() -> None:
+    said = (
+        "a warning\nusage: script.py [-h]\n                 [--lr LR]\nscript.py: error: unrecognized arguments: --x\n"
+    )
+    assert without_usage(said) == "a warning\nscript.py: error: unrecognized arguments: --x\n"
+    assert without_usage("usage: of memory is high\nand more\n") == "usage: of memory is high\nand more\n"
 
 
 def test_a_file_stands_where_the_output_folder_should(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -109,6 +130,13 @@ def test_damaged_data_files(folder: Path, capsys: pytest.CaptureFixture[str], da
     assert (data.name if damage == "short data" else index.name) in said
 
 
+def test_an_index_that_cannot_be_read(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    index, _ = _dataset(folder)
+    index.unlink()
+    index.symlink_to("/proc/self/mem")  # a regular file whose first byte can't be read, by root either
+    assert "--data-path text: its files can't be read" in _refused(folder, capsys, "--data-path", "text")
+
+
 def test_an_occupied_port(folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
@@ -118,6 +146,17 @@ def test_an_occupied_port(folder: Path, capsys: pytest.CaptureFixture[str], monk
         assert f"MASTER_PORT={port}" in _refused(folder, capsys)
     monkeypatch.setenv("MASTER_PORT", "a port")
     assert "is not a port" in _refused(folder, capsys)
+
+
+@pytest.mark.parametrize("size", [None, "", "two", "0"])
+def test_a_rank_left_in_the_environment(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, size: str | None
+) -> None:
+    monkeypatch.setenv("RANK", "0")
+    if size is not None:
+        monkeypatch.setenv("WORLD_SIZE", size)
+    assert cli.main(["pretrain", "--cpu", *TINY]) == 2
+    assert "WORLD_SIZE" in capsys.readouterr().err
 
 
 def complaint(context: Context, flags: tuple[str, ...]) -> str | None:
@@ -136,6 +175,9 @@ def complaint(context: Context, flags: tuple[str, ...]) -> str | None:
         (("--tensor-model-parallel-size", "2", "--num-attention-heads", "3", "--hidden-size", "33"), "refuses"),
         (("--global-batch-size", "3"), "refuses these arguments"),
         (("--lr", "fast"), "--lr"),
+        (("--clip-grad", "nan"), "--clip-grad nan"),
+        (("--train-iters", "-2"), "--train-iters"),
+        (("--drill-fault", "nan"), "KIND"),
         (("--fp16", "--stability-mode", "act"), "--fp16"),
         (("--sft",), "--sft"),
         (("stray",), "'stray'"),

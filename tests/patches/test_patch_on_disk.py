@@ -234,6 +234,14 @@ def test_a_folder_without_megatron_is_refused(tmp_path, patches):
     )
 
 
+@pytest.mark.parametrize("text", ["MAJOR = (\n", "MAJOR = 0\0\n", "\udcff\n", "MAJOR, MINOR = 0, 19\n", ""])
+def test_a_version_that_cannot_be_read_is_refused(root, patches, text):
+    write(root, {"megatron/core/package_info.py": text})
+    refused(lambda: on_disk.apply(root, patches), root, "package_info.py")
+    write(root, {"megatron/core/package_info.py": "MAJOR = MINOR = 0\nMINOR = 'x'\nPATCH = 0\nPRE_RELEASE = ''\n"})
+    refused(lambda: on_disk.apply(root, patches), root, "which is no version")
+
+
 def test_a_wheel_must_have_a_supported_version(root, patches):
     as_wheel(root, "0.19.1")
     assert detect_version(root) == ("0.19.1", True)

@@ -105,6 +105,11 @@ def test_costs_are_measured_by_the_times_of_a_ledgers_lines(
     [
         ([], "--mtbf-hours"),
         (["--mtbf-hours", "0"], "--mtbf-hours"),
+        (["--mtbf-hours", "nan"], "--mtbf-hours"),
+        (["--mtbf-hours", "1e300"], "--mtbf-hours"),
+        (["--mtbf-hours", "8", "--seed", "-1"], "--seed"),
+        (["--mtbf-hours", "8", "--out", "runs/ledger.jsonl"], "--out"),
+        (["--mtbf-hours", "8", "--out", "/dev/null/x.html"], "--out"),
         (["--mtbf-hours", "8", "--silent-share", "2"], "--silent-share"),
         (["--mtbf-hours", "8", "--detection-delay-seconds", "-1"], "--detection-delay-seconds"),
     ],

@@ -92,6 +92,14 @@ def test_a_missing_extra_is_named_and_any_other_missing_module_is_a_programming_
         cli.main(["report"])
 
 
+def test_a_file_name_that_is_not_utf8_is_printed_as_its_bytes():
+    code = (
+        "import sys, megatron_stability.cli as cli; cli.usage = lambda: 'a' + chr(0xDCFF); sys.exit(cli.main(['-h']))"
+    )
+    shown = subprocess.run([sys.executable, "-X", "utf8", "-c", code], capture_output=True, timeout=60)
+    assert (shown.returncode, shown.stdout, shown.stderr) == (0, b"a\xff\n", b"")
+
+
 def test_a_reader_that_leaves_early_is_no_error_and_any_other_broken_pipe_is(command):
     read, write = os.pipe()
     os.close(read)  # the reader is gone before the first word

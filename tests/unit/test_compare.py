@@ -140,3 +140,6 @@ def test_the_command_on_two_folders(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "FINDING" in capsys.readouterr().out
     with pytest.raises(UsageError, match="two run folders"):
         command.run([str(tmp_path / "bad")])
+    for flag, value in (("--max-loss-error", "nan"), ("--warmup", "-1"), ("--html", "ledger.jsonl")):
+        with pytest.raises(UsageError, match=flag):
+            command.run([str(tmp_path / "bad"), str(tmp_path / "bf16"), flag, value])

@@ -40,6 +40,13 @@ def test_links_and_scripts_exist(document: Path) -> None:
     assert [script for script in scripts if not (ROOT / script).exists()] == []
 
 
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_files_named_in_the_text_exist(document: Path) -> None:
+    named = re.findall(r"`([a-z_0-9]+/[a-z_0-9./-]+\.(?:py|sh|toml|txt|in|lock))`", document.read_text())
+    roots = (ROOT, ROOT / "megatron_stability", ROOT / "megatron_stability/megatron")
+    assert [name for name in named if not any((root / name).exists() for root in roots)] == []
+
+
 def test_flag_names_are_unique() -> None:
     paths = [path for path, _ in leaves()]
     assert len({dest(path) for path in paths}) == len(paths)

@@ -272,6 +272,14 @@ def test_bad_input_is_one_sentence(folder, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UsageError, match=r"--out .*file/r.html: cannot be written"):
         report.build_report([stock()], tmp_path / "file" / "r.html")
+    kept = (folder / "ledger.jsonl").read_bytes()
+    for out in (str(folder / "ledger.jsonl"), "", str(tmp_path)):
+        with pytest.raises(UsageError, match=r"--out .*ends in \.html"):
+            report.run([str(folder), "--out", out])
+    assert (folder / "ledger.jsonl").read_bytes() == kept
+    (tmp_path / "d.html").mkdir()
+    with pytest.raises(UsageError, match="is a folder"):
+        report.run([str(folder), "--out", str(tmp_path / "d.html")])
     with pytest.raises(ValueError, match="differ in length"):
         RunView(name="r", steps=[1], loss=[], grad_norm=[], learning_rate=[])
 

@@ -112,6 +112,18 @@ def test_without_a_usable_interpreter_one_sentence_says_what_was_tried(machine):
     assert "MEGATRON_STABILITY_PYTHON=/nowhere/python does not run" in named.stderr
 
 
+def test_an_incomplete_checkout_is_told_before_anything_is_made(machine):
+    machine.python(machine.bin / f"python{VERSION}")
+    (machine.project / "requirements/older-megatron.txt").unlink()
+    done = machine.run("ci/env.sh")
+    assert (done.returncode, machine.installed()) == (1, [])
+    told = (
+        f"env: {machine.project}/requirements/older-megatron.txt is missing or unreadable; check the project out again."
+    )
+    assert done.stderr.splitlines() == [told]
+    assert not (machine.project / ".venv").exists()
+
+
 def test_an_environment_of_another_maker_is_left_alone(machine):
     machine.python(machine.bin / f"python{VERSION}")
     (machine.project / ".venv").mkdir()

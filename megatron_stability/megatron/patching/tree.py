@@ -9,7 +9,7 @@ from importlib.metadata import PathDistribution
 from importlib.util import find_spec
 from pathlib import Path
 
-from packaging.version import Version
+from packaging.version import InvalidVersion, Version
 
 from megatron_stability.errors import UsageError
 from megatron_stability.megatron.patching.diff import ContextError, read_text
@@ -106,8 +106,12 @@ def detect_version(root: Path) -> tuple[str, bool]:
         )
     if wheels:
         return PathDistribution(wheels[0]).version, True
+    try:
+        body = ast.parse(info.read_bytes()).body
+    except (OSError, SyntaxError, ValueError) as error:  # ValueError: a byte 0
+        raise UsageError(f"{info} can't be read as Python ({error}); restore it, to say the version.") from None
     values: dict[str, object] = {}
-    for node in ast.parse(info.read_bytes()).body:
+    for node in body:
         if (
             isinstance(node, ast.Assign)
             and isinstance(node.targets[0], ast.Name)
@@ -143,6 +147,10 @@ def read_tree(root: Path, patches: Path | None = None) -> Tree:
     patches = patches or patches_root()
     version, is_wheel = detect_version(root)
     supported = supported_versions(patches)
+    try:
+        Version(version)
+    except InvalidVersion:
+        raise UsageError(f"{root} says it is megatron-core {version!r}, which is no version; reinstall it.") from None
     candidates = [version] if version in supported or is_wheel else _same_minor(version, supported) or [version]
     misfit: ContextError | None = None
     for candidate in candidates:

@@ -1,0 +1,48 @@
+"""HTML pages on disk: named `.html`, so that a slip of the flag can't replace a ledger, and replaced as a whole."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from megatron_stability.errors import UsageError
+
+
+def check(flag: str, path: Path) -> None:
+    """Whether the path may hold a page; asked before the work that fills it.
+
+    Args:
+        flag: named in the error.
+        path: the page's file.
+
+    Raises:
+        UsageError: the name does not end in .html, or a folder bears it.
+    """
+    if path.suffix.lower() not in (".html", ".htm"):
+        raise UsageError(f"{flag} {path}: the name of a page ends in .html; give another")
+    if path.is_dir():
+        raise UsageError(f"{flag} {path}: is a folder; name a file in it")
+
+
+def write(flag: str, path: Path, text: str) -> None:
+    """Write a page, with its folder where that is missing; an old one is replaced as a whole.
+
+    Args:
+        flag: named in the error.
+        path: the page's file.
+        text: the page.
+
+    Raises:
+        UsageError: as `check`, or it can't be written; nothing of it is left.
+    """
+    check(flag, path)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            temporary.write_text(text, encoding="utf-8", errors="replace")
+            os.replace(temporary, path)
+        finally:
+            temporary.unlink(missing_ok=True)
+    except OSError as error:
+        raise UsageError(f"{flag} {path}: cannot be written ({error.strerror}); give a writable file") from None

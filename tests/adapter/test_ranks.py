@@ -1,0 +1,56 @@
+"""The ranks of one machine, without Megatron: how they end."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+LAUNCHER = """
+import os, sys, time
+from megatron_stability.megatron.ranks import Ranks
+
+def rank(job, prepared):
+    open(f"{job}/{os.getpid()}", "w").close()
+    time.sleep(300)
+
+if __name__ == "__main__":
+    with Ranks(2, fork=True) as ranks:
+        sys.exit(ranks.run(rank, sys.argv[1]))
+"""
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
+def test_a_launcher_that_is_killed_takes_its_ranks_along(tmp_path: Path, how: signal.Signals) -> None:
+    script, pids = tmp_path / "launcher.py", tmp_path / "pids"
+    script.write_text(LAUNCHER)
+    pids.mkdir()
+    deadline = time.monotonic() + 60
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    with subprocess.Popen([sys.executable, str(script), str(pids)], env=environment) as launcher:
+        try:
+            while len(list(pids.iterdir())) < 2:
+                assert time.monotonic() < deadline
+                assert launcher.poll() is None
+                time.sleep(0.05)
+        finally:
+            launcher.send_signal(how)
+    left = [int(path.name) for path in pids.iterdir()]
+    try:
+        while left := [pid for pid in left if _runs(pid)]:
+            assert time.monotonic() < deadline, f"ranks {left} go on without their launcher"
+            time.sleep(0.05)
+    finally:
+        for pid in left:
+            os.kill(pid, signal.SIGKILL)
+
+
+def _runs(pid: int) -> bool:
+    """Whether it is there and no zombie; a container's init may reap late, or never."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
