@@ -110,9 +110,9 @@ def model_provider(
 
 
 def _layer_spec(spec: Sequence[str] | None, config: Any, vp_stage: int | None) -> Any:
-    if spec is None:
+    path = None if spec is None else seams.spec_path(spec)
+    if path is None or path == seams.SPEC:  # in 0.18 the named form is a layer's, which can't carry the final norm
         return layer_specs.block_spec(config, vp_stage)
-    path = seams.spec_path(spec)
     named = import_module(path)
     if named is None:
         raise UsageError(f"--spec {' '.join(spec)}: {path[0]} can't be imported; check the module path")

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-BLOCK_ELEMENTS = 1 << 17  # of a block of rows: 512 KiB of fp32, which a core's own cache holds
+BLOCK_ELEMENTS = 1 << 17  # of a block of rows: twice 512 KiB of fp32, which a core's own cache holds
 
 
 @dataclass
@@ -105,26 +105,25 @@ class _Loss(torch.autograd.Function):
         mine = torch.zeros(columns, flat.shape[0], dtype=torch.float32, device=logits.device)
         mine[0], mine[2] = -math.inf, -math.inf
         if real:
-            scratch = _scratch(flat, real)
+            room = _room(flat, real)
             for rows in _blocks(flat):
-                block = flat[rows, :real]
-                _measure(block, owned[rows], settings, mine[:, rows], scratch[: block.shape[0]])
+                _measure(flat[rows, :real], owned[rows], settings, mine[:, rows], room)
         largest, total, picked, mean = _combine(mine, group, settings)
+        share = mine[1] * (mine[0] - largest).exp() / total  # of the probability, on this rank
         log_total = total.log()
         loss = log_total - (picked - largest)  # not log-Z less the logit: a small loss of large logits would be noise
         if settings.smoothing:
             loss = (1.0 - settings.smoothing) * loss + settings.smoothing * (log_total - (mean - largest))
         ignored = target.reshape(-1) < 0
         loss = loss.masked_fill(ignored, 0.0)
-        ctx.save_for_backward(logits, target, largest, total)
+        ctx.save_for_backward(logits, target, largest + log_total, share)
         ctx.settings, ctx.stats, ctx.overwrite = settings, stats, overwrite
         ctx.first, ctx.real = first, real
         return loss.view(target.shape)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None, None, None]:
-        logits, target, largest, total = ctx.saved_tensors
-        log_z = largest + total.log()
+        logits, target, log_z, share = ctx.saved_tensors
         weight = gradients[0].reshape(-1).float().masked_fill(target.reshape(-1) < 0, 0.0)
         if ctx.stats is not None:
             ctx.stats.add(log_z, weight)
@@ -132,15 +131,13 @@ class _Loss(torch.autograd.Function):
         local_rows = logits.shape[-1]
         flat, flat_out = logits.reshape(-1, local_rows), out.view(-1, local_rows)
         owned = target.reshape(-1) - ctx.first
-        in_place = flat_out.dtype is torch.float32  # then a block's gradient is made where it belongs
-        scratch = _scratch(flat, 0 if in_place else ctx.real)
-        capped = _scratch(flat, 0 if ctx.settings.cap is None else ctx.real)
+        # a token without weight has factor 0 whatever its log-Z is
+        factor = torch.where(weight == 0, 0.0, weight * share * (1.0 + 2.0 * ctx.settings.beta * log_z))
+        room = _room(flat, ctx.real)
         for rows in _blocks(flat):
-            block, place = flat[rows, : ctx.real], flat_out[rows, : ctx.real]
             if ctx.real:
-                work = place if in_place else scratch[: block.shape[0]]
-                token = largest[rows], total[rows], weight[rows]
-                place.copy_(_gradient(block, owned[rows], ctx.settings, *token, work, capped[: block.shape[0]]))
+                block, token = flat[rows, : ctx.real], (owned[rows], weight[rows], factor[rows])
+                flat_out[rows, : ctx.real] = _gradient(block, *token, ctx.settings, room)
             flat_out[rows, ctx.real :] = 0.0
         return out, None, None, None, None, None
 
@@ -155,26 +152,33 @@ def _blocks(flat: Tensor) -> list[slice]:
     return [slice(start, start + rows) for start in range(0, flat.shape[0], rows)]
 
 
-def _scratch(flat: Tensor, columns: int) -> Tensor:
-    """Room for a block in fp32, used by one block after the other: it stays in the cache and is allocated once."""
-    return torch.empty(_rows(flat), columns, dtype=torch.float32, device=flat.device)
+def _room(flat: Tensor, columns: int) -> Tensor:
+    """For a block's logits and their softmax, in fp32; blocks take turns in it, so that it stays in the cache."""
+    return torch.empty(2, _rows(flat), columns, dtype=torch.float32, device=flat.device)
 
 
-def _measure(block: Tensor, owned: Tensor, settings: LossSettings, out: Tensor, scratch: Tensor) -> None:
+def _measure(block: Tensor, owned: Tensor, settings: LossSettings, out: Tensor, room: Tensor) -> None:
     """Writes max y, Σexp(y - max), the target's logit where this rank owns it, and (smoothing) Σy."""
-    y = _capped(scratch.copy_(block), settings.cap)
+    y, p = _softmax(block, settings.cap, room)
     here = (owned >= 0) & (owned < y.shape[-1])
     picked = y.gather(-1, owned.clamp(0, y.shape[-1] - 1).unsqueeze(-1)).squeeze(-1)
     out[2] = picked.masked_fill(~here, -math.inf)
     if settings.smoothing:
         out[3] = y.sum(-1)
     out[0] = y.amax(-1)
-    out[1] = y.sub_(out[0].unsqueeze(-1)).exp_().sum(-1)
+    out[1] = p.amax(-1).reciprocal()  # the largest logit's probability is exp(0)/Σ
 
 
-def _capped(y: Tensor, cap: float | None) -> Tensor:
-    """c·tanh(y/c), in place."""
-    return y if cap is None else y.div_(cap).tanh_().mul_(cap)
+def _softmax(block: Tensor, cap: float | None, room: Tensor) -> tuple[Tensor, Tensor]:
+    """A block's logits, capped, in fp32, and their softmax: one kernel, where exp and its companions would be four."""
+    y, p = room[:, : block.shape[0]]
+    if cap is not None:
+        y.copy_(block).div_(cap).tanh_().mul_(cap)
+    elif block.dtype is torch.float32:
+        y = block
+    else:
+        y.copy_(block)
+    return y, torch.softmax(y, dim=-1, out=p)
 
 
 def _combine(
@@ -194,24 +198,13 @@ def _combine(
 
 
 def _gradient(
-    block: Tensor,
-    owned: Tensor,
-    settings: LossSettings,
-    largest: Tensor,
-    total: Tensor,
-    weight: Tensor,
-    work: Tensor,
-    capped: Tensor,
+    block: Tensor, owned: Tensor, weight: Tensor, factor: Tensor, settings: LossSettings, room: Tensor
 ) -> Tensor:
-    """d/d(logits) of a block, made in `work`: weight · ((1 + 2βZ)·p - smoothed onehot) · d(cap)/dx.
+    """d/d(logits) of a block, fp32, in `room`: weight · ((1 + 2βZ)·p - smoothed onehot) · d(cap)/dx.
 
-    `work` may be the block itself; `capped` is room for the capped logits, of no columns where there is no cap.
+    `factor` is weight · (1 + 2βZ) · this rank's share of the probability, [rows].
     """
-    gradient = work.copy_(block if settings.cap is None else _capped(capped.copy_(block), settings.cap))
-    gradient.sub_(largest.unsqueeze(-1)).exp_()
-    log_z = largest + total.log()
-    # a token without weight has factor 0 whatever its log-Z is
-    factor = torch.where(weight == 0, 0.0, weight * (1.0 + 2.0 * settings.beta * log_z) / total)
+    y, gradient = _softmax(block, settings.cap, room)
     gradient.mul_(factor.unsqueeze(-1))
     if settings.smoothing:
         gradient.sub_(weight.unsqueeze(-1) * (settings.smoothing / settings.vocab_size))
@@ -219,7 +212,7 @@ def _gradient(
     hit = torch.where(here, -(1.0 - settings.smoothing) * weight, 0.0)
     gradient.scatter_add_(-1, owned.clamp(0, gradient.shape[-1] - 1).unsqueeze(-1), hit.unsqueeze(-1))
     if settings.cap is not None:
-        gradient.mul_(capped.div_(settings.cap).square_().neg_().add_(1.0))
+        gradient.mul_(y.div_(settings.cap).square_().neg_().add_(1.0))
     return gradient
 
 

@@ -73,7 +73,7 @@ def sharded_norms(context: Context, cases: list[tuple[Any, ...]]) -> list[Any]:
 
 @pytest.mark.parametrize("world", WORLDS)
 def test_qk_norm_equals_the_formula(ranks: Pool, world: int) -> None:
-    @settings(max_examples=3, deadline=None, derandomize=True, database=None)
+    @settings(max_examples=2, deadline=None, derandomize=True, database=None)
     @given(cases=st.lists(norm_case(world), min_size=20, max_size=20))
     def check(cases: list[tuple[Any, ...]]) -> None:
         results = ranks.run(sharded_norms, cases, world=world)
