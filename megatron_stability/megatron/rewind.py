@@ -100,8 +100,9 @@ class Rewinds:
             self._write(self._state)
         draw(data_iterator)
         args.skipped_train_samples += samples
-        nothing = {"tokens": 0.0, "loss": math.nan, "grad_norm": math.nan}
-        record = StepRecord(step=step, first_sample=first, samples=samples, **nothing)
+        record = StepRecord(
+            step=step, first_sample=first, samples=samples, tokens=0.0, loss=math.nan, grad_norm=math.nan
+        )
         skip, parameters = Action.SKIP, {PASSED_OVER: 1.0}
         decision = Decision(step=step, action=skip, advised=skip, reason=reason, parameters=parameters)
         for sink in sinks:
