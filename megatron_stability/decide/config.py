@@ -87,6 +87,10 @@ class Decide(Section):
     rewind_skip_steps: int = Field(8, ge=1, description="skip_steps of a rewind by when_exhausted")
     cooldown_steps: int = Field(500, ge=0, description="steps before scale_lr or scale_weight_decay is taken again")
     probation_steps: int = Field(500, ge=0, description="steps after any action in which tiers count one higher")
+    snapshot_steps: int = Field(
+        0, ge=0, description="copy the state into CPU memory every so many steps, for a first rewind; 0: never"
+    )
+    snapshot_max_gb: float = Field(32.0, gt=0, description="GB (1e9 bytes) that a rank's snapshot may have")
     skip_samples: tuple[tuple[int, int], ...] = Field(
         (), description="[[first, last], ...] sample indexes, last exclusive: steps that would read one are passed over"
     )

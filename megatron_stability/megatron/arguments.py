@@ -131,6 +131,12 @@ def refuse_what_cannot_be_rewound(config: tree.StabilityConfig, args: Namespace)
             _refuse(f"--{name.replace('_', '-')}")
     if getattr(args, "use_torch_fsdp2", False):
         _refuse("--use-torch-fsdp2")
+    for name in ("fp8", "fp4", "optimizer_cpu_offload") if config.decide.snapshot_steps else ():
+        if getattr(args, name, None):
+            raise UsageError(
+                f"--{name.replace('_', '-')} with --stability-decide-snapshot-steps: a snapshot does not hold all of "
+                "its state; leave the snapshot out, and rewinds read a checkpoint"
+            )
 
 
 def _refuse(flag: str) -> None:

@@ -45,6 +45,11 @@ class DataIterators:
         distributed = bool(getattr(provider, "is_distributed", False))
         self._chunks.append(_Chunk(distributed, (*datasets, getattr(last, "dataset", None)), train, valid))
 
+    @property
+    def first(self) -> Any:
+        """The training iterator of this rank's first model chunk; None where it reads nothing."""
+        return self._chunks[0].train if self._chunks else None
+
     def rebuild(self) -> None:
         """Collective: fresh iterators at `consumed_train_samples`, inside the objects that Megatron holds already."""
         self._rebuilding = True

@@ -10,11 +10,11 @@ from __future__ import annotations
 import contextlib
 import math
 from argparse import Namespace
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from megatron.core.num_microbatches_calculator import get_current_global_batch_size
+from megatron.core.num_microbatches_calculator import get_current_global_batch_size, update_num_microbatches
 from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.core.utils import get_model_config
 from megatron.training import print_rank_0, training
@@ -25,9 +25,10 @@ from megatron_stability.act.pass_over import PassOver
 from megatron_stability.act.scale import Scale
 from megatron_stability.config import StabilityConfig
 from megatron_stability.errors import EXIT_HALTED, EXIT_REWIND, UsageError
-from megatron_stability.megatron import resume
+from megatron_stability.megatron import rank_state, resume, snapshot
 from megatron_stability.megatron.checkpoint import Checkpoints
 from megatron_stability.megatron.data_iterators import DataIterators, draw
+from megatron_stability.megatron.snapshot import Snapshot
 from megatron_stability.pipeline import Policy, Sink
 from megatron_stability.record import generations, run_state
 from megatron_stability.record.manifest import Manifest
@@ -45,7 +46,10 @@ class Rewinds:
         self._config, self._args, self._checkpoints = config, args, checkpoints
         self.data = DataIterators()
         self.pass_over = PassOver(config.decide.skip_samples)
-        self.rewound: tuple[int, int] | None = None  # iteration and its floating-point operations, for `train`
+        self._go_on: tuple[int, int] | None = None  # iteration and its floating-point operations, for `train`
+        self._operations = 0
+        self._snapshot: Snapshot | None = None
+        self._budgets: tuple[Policy, Mapping[Action, Scale]]
         self._state = RunState()
         self._folder = Path()
         self._live: tuple[list[Any], Any, Any] = ([], None, None)
@@ -70,7 +74,8 @@ class Rewinds:
         Raises:
             UsageError: `state.json` is damaged or can't be written.
         """
-        self._live, self._folder = live, folder
+        self._live, self._folder, self._budgets = live, folder, (policy, scales)
+        self._operations = self._args.num_floating_point_operations_so_far
         args = self._args
         self.pass_over = PassOver(self._config.decide.skip_samples, args.iterations_to_skip)
         args.iterations_to_skip = []  # Megatron's own skip would come first, and would pass saves and signals over too
@@ -88,6 +93,25 @@ class Rewinds:
                 _load_scales(scales, found.rewound.scales)
                 print_rank_0(f"> megatron-stability: rewind {found.rewound.attempt} goes on from step {args.iteration}")
         self._write(RunState(rewound=found.rewound if found is not None else None))
+
+    def step_begins(self, own_state: Callable[[], dict[str, Any]]) -> None:
+        """Take the snapshot, where one is due; what is there after the load is in a checkpoint."""
+        args, every = self._args, self._config.decide.snapshot_steps
+        if not every or args.curr_iteration % every or args.curr_iteration == args.iteration:
+            return
+        if training.should_disable_forward_pre_hook(args):
+            training.force_param_sync(self._live[0])
+        if self._snapshot is None:
+            rank_state.agree(snapshot.too_large(self._live, self._config.decide.snapshot_max_gb))
+        self._snapshot = Snapshot.take(self._live, args, own_state(), self._operations)
+
+    def go_on(self, operations: int) -> tuple[int, int] | None:
+        """After a step, with the floating-point operations before it: where the loop goes on, if not with the next."""
+        self._operations = operations
+        if self._go_on is not None:
+            self._operations = self._go_on[1]
+        rewound, self._go_on = self._go_on, None
+        return rewound
 
     def passes_over(self, data_iterator: Any, sinks: Sequence[Sink]) -> bool:
         """Draw and drop a step's samples, and tell the sinks, if they are not to be trained on."""
@@ -115,29 +139,30 @@ class Rewinds:
         self._write(self._state.model_copy(update=end))
 
     def carry_out(
-        self, record: StepRecord, decision: Decision, policy: Policy, scales: Mapping[Action, Scale]
+        self, record: StepRecord, decision: Decision, load_own_state: Callable[[dict[str, Any]], None]
     ) -> Outcome:
         """Go back.
 
         Args:
             record: the incident; its samples are the window's last.
             decision: REWIND, the same on every rank.
-            policy: it keeps its live budgets.
-            scales: by action; the decision's own factor begins with the first step after the checkpoint.
+            load_own_state: the plugin's, of a snapshot.
 
         Returns:
-            "rewound": training goes on from `rewound`. "restart": the process can't be trusted, or is not to be used.
+            "rewound": training goes on where `go_on` says; the policy kept its budgets, and the decision's own factor
+            begins with the first step from there. "restart": the process can't be trusted, or is not to be used.
             "no checkpoint": there is none so far back.
 
         Raises:
             UsageError: the load failed; the next start goes back instead.
         """
-        self.rewound = None
+        policy, scales = self._budgets
         maybe_finalize_async_save(blocking=True)
         self._checkpoints.settle()
         window = int(decision.parameters["skip_steps"]) * record.samples
         first = max(0, record.last_sample - window)
-        target = self._checkpoints.choose_older(int(decision.parameters["generations"]), first)
+        in_process = self._config.decide.rewind == "in_process" and _trusted(decision)
+        target = self._choose(int(decision.parameters["generations"]), first, in_process)
         if target is None:
             return "no checkpoint"
         attempt = int(decision.parameters["attempt"])
@@ -149,13 +174,15 @@ class Rewinds:
             policy=policy.state_dict(),
             scales=_own_scales(decision, target.step),
         )
-        in_process = self._config.decide.rewind == "in_process" and _trusted(decision)
         state = RunState(status="rewind", step=record.step, reason=decision.reason, rewound=rewound)
         self._write(state if in_process else state.model_copy(update={"exit_code": EXIT_REWIND}))
-        resume.from_rank_0(lambda: _leave_behind(Path(self._args.save), target, record.step))
+        resume.from_rank_0(lambda: _leave_behind(Path(self._args.save), target.step, record.step))
         if not in_process:
             return "restart"
-        self.rewound = self._load(target)
+        if isinstance(target, Snapshot):
+            self._restore(target, load_own_state)
+        else:
+            self._load(target)
         policy.load_state_dict(rewound.policy)
         _load_scales(scales, rewound.scales)
         self._write(RunState(rewound=rewound))
@@ -165,7 +192,32 @@ class Rewinds:
         )
         return "rewound"
 
-    def _load(self, target: Manifest) -> tuple[int, int]:
+    def _choose(self, back: int, sample: int, in_process: bool) -> Manifest | Snapshot | None:
+        """The snapshot for a first attempt, if it is old enough; else a checkpoint."""
+        taken = self._snapshot
+        if taken is not None and back == 1 and in_process and taken.samples <= sample and taken.fits(self._live):
+            return taken
+        self._snapshot = None  # of a time that is about to be undone
+        return self._checkpoints.choose_older(back, sample)
+
+    def _restore(self, taken: Snapshot, load_own_state: Callable[[dict[str, Any]], None]) -> None:
+        """As `_load`, from memory."""
+        model, args = self._live[0], self._args
+        _without_forward_hooks(model, args)
+        taken.restore(self._live, args)
+        update_num_microbatches(args.consumed_train_samples)
+        self._set_iteration(taken.step, taken.operations)
+        load_own_state(taken.own)
+        self.data.rebuild()
+        rank_state.agree(rank_state.check_replicas(model, rank_state.measure(model, None)))
+        rank_state.restore_generators(taken.generators)
+
+    def _set_iteration(self, iteration: int, operations: int) -> None:
+        self._args.iteration, self._args.num_floating_point_operations_so_far = iteration, operations
+        get_rerun_state_machine().current_iteration = iteration
+        self._go_on = iteration, operations
+
+    def _load(self, target: Manifest) -> None:
         """What a start does between building the model and the first step."""
         model, optimizer, scheduler = self._live
         args = self._args
@@ -176,11 +228,9 @@ class Rewinds:
             iteration, operations = load_checkpoint(model, optimizer, scheduler, checkpointing_context={})
         if iteration != target.step:
             raise UsageError(f"--save {args.save}: step {target.step} was to be loaded, and step {iteration} was")
-        args.iteration, args.num_floating_point_operations_so_far = iteration, operations
-        get_rerun_state_machine().current_iteration = iteration
+        self._set_iteration(iteration, operations)
         self.data.rebuild()
         self._checkpoints.train_begins(model, optimizer)  # last: new iterators draw from generators that it restores
-        return iteration, operations
 
     def _write(self, state: RunState) -> None:
         self._state = state.model_copy(update={"pass_over": self.pass_over.state_dict()})
@@ -205,12 +255,14 @@ def _load_scales(scales: Mapping[Action, Scale], saved: Mapping[str, Any]) -> No
             scale.load_state_dict(saved[action.value])
 
 
-def _leave_behind(root: Path, target: Manifest, step: int) -> None:
-    """Rank 0: what was saved after the target is not resumed from, and Megatron's tracker names the target."""
+def _leave_behind(root: Path, to_step: int, step: int) -> None:
+    """Rank 0: what was saved after `to_step` is not resumed from, and Megatron's tracker names the newest before it."""
     for each in generations.candidates(root):
-        if each.step > target.step:
-            generations.mark_suspect(each.folder, f"undone by a rewind from step {step} to step {target.step}")
-    generations.write_tracker(root, target.step)
+        if each.step > to_step:
+            generations.mark_suspect(each.folder, f"undone by a rewind from step {step} to step {to_step}")
+    for each in generations.candidates(root):
+        generations.write_tracker(root, each.step)
+        break
 
 
 def _without_forward_hooks(model: list[Any], args: Namespace) -> None:

@@ -27,7 +27,7 @@ from megatron_stability.act.scale import Scale
 from megatron_stability.config import StabilityConfig
 from megatron_stability.decide.policy import TablePolicy
 from megatron_stability.errors import EXIT_HALTED, EXIT_REWIND, UsageError
-from megatron_stability.megatron import install_digest, optimizer_state, weight_hooks
+from megatron_stability.megatron import incident, install_digest, optimizer_state, weight_hooks
 from megatron_stability.megatron.checkpoint import Checkpoints
 from megatron_stability.megatron.model import init
 from megatron_stability.megatron.model.loss import HeadLoss, LogZHook, real_vocab_size
@@ -84,6 +84,7 @@ class Runtime:
         self.optimizer: Any = None
         self._step: tuple[StepRecord, Decision] | None = None
         self._incidents = 0
+        self._evidence: dict[str, torch.Tensor] = {}  # of the step that is not applied, for its bundle
         self._pipeline: Pipeline[LocalSignals] = Pipeline(
             observe=self._observe,
             detectors=detect.build(config.detect),
@@ -177,6 +178,7 @@ class Runtime:
                 limits=self.config.record,
                 context=self._bundle_context(),
                 generation=lambda: self._ledger.generation if self._ledger is not None else 0,
+                tensors=lambda record: self._evidence,
             )
         except UsageError as error:
             return str(error)
@@ -201,6 +203,7 @@ class Runtime:
     def passes_over(self, data_iterator: Any) -> bool:
         """Draw and drop a step's samples if they are not to be trained on; the same on every rank."""
         self._step = None
+        self.rewinds.step_begins(self._own_state)
         return self.rewinds.passes_over(data_iterator, self.sinks)
 
     def step_begins(self) -> None:
@@ -240,12 +243,15 @@ class Runtime:
         if not decision.updates_weights:
             assert self._forward_state is not None
             self._forward_state.restore()
+            if self.config.record.batch and self.config.record.max_bundles:
+                self._evidence = incident.evidence(self.rewinds.data, record)
         elif not update_successful:
             reason = "the loss scaler backed off" if record.overflow else "Megatron itself withheld the update"
             decision = dataclasses.replace(decision, action=Action.SKIP, reason=reason)
             self._step = record, decision
         tables = [hook.update_done(record, decision.updates_weights) for hook in self._weight_hooks]
         self._pipeline.finish(record, decision)
+        self._evidence = {}
         for table in filter(None, tables):
             for sink in self.sinks:
                 if isinstance(sink, weight_hooks.TableSink):
@@ -261,7 +267,7 @@ class Runtime:
         record, decision = self._step
         reason = decision.reason
         if decision.action is Action.REWIND:
-            outcome = self.rewinds.carry_out(record, decision, self._pipeline.policy, self._scales)
+            outcome = self.rewinds.carry_out(record, decision, self._load_own_state)
             if outcome == "rewound":
                 self._load_hook_states()
                 if self._ledger is not None:
@@ -274,11 +280,6 @@ class Runtime:
         self.rewinds.halted(record.step, reason)
         return self.checkpoints.halted(record.step, reason), True, EXIT_HALTED
 
-    def rewound(self) -> tuple[int, int] | None:
-        """The iteration, and its floating-point operations so far, at which the loop goes on after a rewind."""
-        self.rewinds.rewound, rewound = None, self.rewinds.rewound
-        return rewound
-
     def log_string(self) -> str:
         """Fields for Megatron's log line."""
         incidents = f" stability incidents: {self._incidents:3d} |"
@@ -290,11 +291,7 @@ class Runtime:
 
     def add_checkpoint_state(self, state_dict: dict[str, Any]) -> None:
         """One JSON string: equal on all ranks, and nothing that a weights_only load refuses."""
-        scales = {action.value: scale.state_dict() for action, scale in self._scales.items()}
-        hooks = {hook.checkpoint_key: hook.state_dict() for hook in self._stateful_hooks()}
-        own = {"scales": scales, "hooks": hooks, "pass_over": self.rewinds.pass_over.state_dict()}
-        state = self._pipeline.state_dict() | own
-        state_dict[STATE_KEY] = json.dumps(state, allow_nan=False)
+        state_dict[STATE_KEY] = json.dumps(self._own_state(), allow_nan=False)
         self.checkpoints.add_state(state_dict)
         if self._ledger is not None:
             self._ledger.flush()
@@ -306,11 +303,19 @@ class Runtime:
         if state is None:
             print_rank_last("> megatron-stability: the checkpoint has no detector state; baselines start afresh")
         else:
-            saved = json.loads(state)
-            self._pipeline.load_state_dict(saved)
-            self._saved = saved
-            for action, scale in self._scales.items():
-                scale.load_state_dict(saved["scales"][action.value])
+            self._load_own_state(json.loads(state))
+
+    def _own_state(self) -> dict[str, Any]:
+        scales = {action.value: scale.state_dict() for action, scale in self._scales.items()}
+        hooks = {hook.checkpoint_key: hook.state_dict() for hook in self._stateful_hooks()}
+        own = {"scales": scales, "hooks": hooks, "pass_over": self.rewinds.pass_over.state_dict()}
+        return self._pipeline.state_dict() | own
+
+    def _load_own_state(self, saved: dict[str, Any]) -> None:
+        self._saved = saved
+        self._pipeline.load_state_dict(saved)
+        for action, scale in self._scales.items():
+            scale.load_state_dict(saved["scales"][action.value])
 
     def _load_hook_states(self) -> None:
         for hook in self._stateful_hooks():

@@ -144,9 +144,9 @@ def exit_after_step(should_checkpoint: bool, should_exit: bool, exit_code: int) 
         return _runtime.exit_after_step(should_checkpoint, should_exit, exit_code)
 
 
-def rewound() -> tuple[int, int] | None:
+def rewound(operations: int) -> tuple[int, int] | None:
     """`train`, right after: the iteration, and its floating-point operations so far, at which the loop goes on."""
-    return None if _runtime is None else _runtime.rewound()
+    return None if _runtime is None else _runtime.rewinds.go_on(operations)
 
 
 def log_string() -> str:

@@ -28,7 +28,12 @@ RAMP = (
     *("--rampup-batch-size", "2", "2", "20", "--micro-batch-size", "1", "--train-samples", "28"),
     *("--lr-decay-samples", "240", "--lr-warmup-iters", "0", "--lr-warmup-samples", "4"),
 )
-BACK: dict[str, Any] = {"dp2-batch-ramp": {"left_out": (11,), "generations_back": 2}}
+BACK: dict[str, Any] = {
+    "dp2-batch-ramp": {"left_out": (11,), "generations_back": 2},
+    "moe-dp2-snapshot": {"back_to": 9},
+    "muon-tp2-pp2-snapshot": {"back_to": 9},
+}
+SNAPSHOT = ("--stability-decide-snapshot-steps", "9")
 CASES: dict[str, tuple[tuple[str, ...], int]] = {
     "tp2-pp2": ((*jobs.TP2, *jobs.PP2), 4),
     "dp2-distributed-optimizer": (jobs.SHARDED, 2),
@@ -43,6 +48,8 @@ CASES: dict[str, tuple[tuple[str, ...], int]] = {
     "pp2-async-save": ((*jobs.PP2, *ASYNC), 2),
     "pp2-rerun-disabled": ((*jobs.PP2, "--rerun-mode", "disabled"), 2),
     "tp2-fp8-emulated": ((*jobs.TP2, "--stability-fp8-emulate", "delayed"), 2),
+    "moe-dp2-snapshot": ((*jobs.MOE, *jobs.SHARDED, *SNAPSHOT), 2),
+    "muon-tp2-pp2-snapshot": ((*MUON, *jobs.TP2, *jobs.PP2, *SNAPSHOT), 4),
     "dp2-batch-ramp": ((*jobs.SHARDED, *RAMP), 2),
 }
 

@@ -59,8 +59,9 @@ def assert_as_by_hand(
     folder: Path,
     left_out: tuple[int, ...] = (10, 11),
     generations_back: int = 1,
+    back_to: int = 8,
 ) -> dict[str, Any]:
-    """Rewind from step 11 to step 8, leave steps out; compare with the same by hand, at step 12.
+    """Rewind from step 11 to step 8, leave steps out; compare with a start from 8 that leaves them out, at step 12.
 
     Args:
         pool: of patched ranks.
@@ -69,6 +70,7 @@ def assert_as_by_hand(
         folder: for both runs.
         left_out: the steps of the window, up to 11.
         generations_back: that lead to step 8.
+        back_to: the step that the rewind goes back to, if it is not that of a checkpoint.
 
     Returns:
         The entries of the checkpoint.
@@ -76,7 +78,7 @@ def assert_as_by_hand(
     ours = rules(len(left_out), generations=generations_back)
     seen = run(pool, (*flags, *ours, *faults(11)), world, folder / "rewound")
     again = [(step, "skip" if step in left_out else "apply") for step in range(9, 13)]
-    assert seen == [*((step, "apply") for step in range(1, 11)), (11, "rewind"), *again]
+    assert seen == [*((step, "apply") for step in range(1, 11)), (11, "rewind"), *again[back_to - 8 :]]
     start = ("--load", str(folder / "rewound"), "--ckpt-step", "8", "--iterations-to-skip", *map(str, left_out))
     assert run(pool, (*flags, *start), world, folder / "by-hand") == again
     rewound, by_hand = (jobs.read_checkpoint(pool, folder / name, 12) for name in ("rewound", "by-hand"))
@@ -88,7 +90,7 @@ def assert_as_by_hand(
     view = entries.read(folder / "rewound" / "stability")
     assert fates.audit(view) == []
     assert [step.step for step in view.surviving if step.fate == "skipped"] == list(left_out)
-    assert [step.step for step in view.undone] == [9, 10, 11]
+    assert [step.step for step in view.undone] == list(range(back_to + 1, 12))
     return rewound
 
 
@@ -98,6 +100,12 @@ def test_a_rewind_is_a_start_from_that_checkpoint(
 ) -> None:
     flags, world = LAYOUTS[layout]
     assert_as_by_hand(pools["0.19.2", "patched"], (*flags, *iterations(12)), world, tmp_path)
+
+
+def test_a_snapshot_in_memory_is_as_good_as_a_checkpoint(pools: dict[tuple[str, str], Pool], tmp_path: Path) -> None:
+    """It is of step 9, and checkpoints are of every fourth step."""
+    flags = (*OVERLAP, *iterations(12), "--stability-decide-snapshot-steps", "9")
+    assert_as_by_hand(pools["0.19.2", "patched"], flags, 2, tmp_path, back_to=9)
 
 
 def test_each_attempt_goes_further_back_and_the_last_one_halts(
