@@ -11,6 +11,7 @@ import contextlib
 import math
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -47,7 +48,6 @@ class Rewinds:
         self.data = DataIterators()
         self.pass_over = PassOver(config.decide.skip_samples)
         self._go_on: tuple[int, int] | None = None  # iteration and its floating-point operations, for `train`
-        self._operations = 0
         self._snapshot: Snapshot | None = None
         self._budgets: tuple[Policy, Mapping[Action, Scale]]
         self._state = RunState()
@@ -75,7 +75,6 @@ class Rewinds:
             UsageError: `state.json` is damaged or can't be written.
         """
         self._live, self._folder, self._budgets = live, folder, (policy, scales)
-        self._operations = self._args.num_floating_point_operations_so_far
         args = self._args
         self.pass_over = PassOver(self._config.decide.skip_samples, args.iterations_to_skip)
         args.iterations_to_skip = []  # Megatron's own skip would come first, and would pass saves and signals over too
@@ -103,13 +102,14 @@ class Rewinds:
             training.force_param_sync(self._live[0])
         if self._snapshot is None:
             rank_state.agree(snapshot.too_large(self._live, self._config.decide.snapshot_max_gb))
-        self._snapshot = Snapshot.take(self._live, args, own_state(), self._operations)
+        self._snapshot = Snapshot.take(self._live, args, own_state())
 
     def go_on(self, operations: int) -> tuple[int, int] | None:
         """After a step, with the floating-point operations before it: where the loop goes on, if not with the next."""
-        self._operations = operations
-        if self._go_on is not None:
-            self._operations = self._go_on[1]
+        if self._snapshot is not None and self._snapshot.step == self._args.curr_iteration:  # it was taken before this
+            self._snapshot = replace(self._snapshot, operations=operations)
+            if self._go_on is not None and self._go_on[0] == self._snapshot.step:
+                self._go_on = self._snapshot.step, operations
         rewound, self._go_on = self._go_on, None
         return rewound
 

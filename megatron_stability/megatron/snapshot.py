@@ -31,18 +31,17 @@ class Snapshot:
     scheduler: dict[str, Any]
     generators: dict[str, Any]
     counters: dict[str, int]
-    operations: int  # floating-point operations so far
     own: dict[str, Any]  # the plugin's
+    operations: int = 0  # floating-point operations so far, which `train` tells after the next step only
 
     @classmethod
-    def take(cls, live: tuple[list[Any], Any, Any], args: Namespace, own: dict[str, Any], operations: int) -> Snapshot:
+    def take(cls, live: tuple[list[Any], Any, Any], args: Namespace, own: dict[str, Any]) -> Snapshot:
         """Copy; no collective.
 
         Args:
             live: model chunks, optimizer and its parameter scheduler.
             args: Megatron's, with `curr_iteration`.
             own: the plugin's state, as for a checkpoint.
-            operations: floating-point operations so far.
         """
         model, optimizer, scheduler = live
         return cls(
@@ -53,7 +52,6 @@ class Snapshot:
             scheduler=copy.deepcopy(scheduler.state_dict()),
             generators=copy.deepcopy(rank_state.generators()),
             counters={name: getattr(args, name) for name in COUNTERS},
-            operations=operations,
             own=copy.deepcopy(own),
         )
 
