@@ -26,7 +26,7 @@ from megatron_stability.act.pass_over import PassOver
 from megatron_stability.act.scale import Scale
 from megatron_stability.config import StabilityConfig
 from megatron_stability.errors import EXIT_HALTED, EXIT_REWIND, UsageError
-from megatron_stability.megatron import rank_state, resume, snapshot
+from megatron_stability.megatron import optimizer_state, rank_state, resume, snapshot
 from megatron_stability.megatron.checkpoint import Checkpoints
 from megatron_stability.megatron.data_iterators import DataIterators, draw
 from megatron_stability.megatron.snapshot import Snapshot
@@ -123,6 +123,7 @@ class Rewinds:
         if len(self.pass_over.windows) > known:  # a restart knows the step by its samples
             self._write(self._state)
         draw(data_iterator)
+        optimizer_state.give_empty_state(self._live[1])  # a save in a window before the first update needs it
         args.skipped_train_samples += samples
         record = StepRecord(
             step=step, first_sample=first, samples=samples, tokens=0.0, loss=math.nan, grad_norm=math.nan
