@@ -4,7 +4,8 @@
 
 Each case trains eleven steps, meets a NaN in the last, rewinds to step 8 in the running job, leaves steps 10 and 11 out
 and goes on to step 12. Its checkpoint there is compared, entry by entry, with that of a fresh process which starts from
-step 8 with `--iterations-to-skip 10 11`. One case kills the job after the rewind. See `tests/e2e/test_rewind.py`, which has some of the cases in CI.
+step 8 with `--iterations-to-skip 10 11`. One case kills the job after its rewind. `tests/e2e/test_rewind.py` has some of
+them in CI.
 """
 
 from __future__ import annotations
@@ -107,9 +108,7 @@ def _run(pool: Pool, name: str, folder: Path) -> int:
 def main() -> int:
     """Every case on one release, or those named."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--case", action="append", choices=[*CASES, KILLED], help="may be given more than once; default: all"
-    )
+    parser.add_argument("--case", action="append", choices=[*CASES, KILLED], help="one of them; default: all")
     parser.add_argument("--release", choices=("0.19.2", "0.18.2"), default="0.19.2")
     parser.add_argument("--out", type=Path, default=Path("tests/drills/rewind_matrix.json"))
     options = parser.parse_args()
