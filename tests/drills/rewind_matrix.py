@@ -4,8 +4,8 @@
 
 Each case trains eleven steps, meets a NaN in the last, rewinds to step 8 in the running job, leaves steps 10 and 11 out
 and goes on to step 12. Its checkpoint there is compared, entry by entry, with that of a fresh process which starts from
-step 8 with `--iterations-to-skip 10 11`. One case kills the job after its rewind. `tests/e2e/test_rewind.py` has some of
-them in CI.
+step 8 with `--iterations-to-skip 10 11`. One case kills the job after its rewind. See `tests/e2e/test_rewind.py`, with some
+of them in CI.
 """
 
 from __future__ import annotations
