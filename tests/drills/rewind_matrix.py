@@ -31,7 +31,7 @@ MUON = ("--optimizer", "muon")
 ASYNC = ("--async-save", "--async-strategy", "mcore")
 # Ten steps of 2 samples, then 4; Megatron saves where it changes, so that step 8 is two checkpoints back from step 11.
 RAMP = (
-    *("--rampup-batch-size", "2", "2", "20", "--micro-batch-size", "1", "--train-samples", "28"),
+    *("--step-batch-size-schedule", "0:2 1280:4", "--micro-batch-size", "1", "--train-samples", "28"),  # in tokens
     *("--lr-decay-samples", "240", "--lr-warmup-iters", "0", "--lr-warmup-samples", "4"),
 )
 BACK: dict[str, Any] = {
