@@ -135,7 +135,8 @@ class Rewinds:
         return True
 
     def halted(self, step: int, reason: str) -> None:
-        """Tell a supervisor."""
+        """Finish pending saves, which count too, and tell a supervisor."""
+        self._finish_saves()
         end = {"status": "halt", "step": step, "reason": reason, "exit_code": EXIT_HALTED}
         self._write(self._state.model_copy(update=end))
 
@@ -158,8 +159,7 @@ class Rewinds:
             UsageError: the load failed; the next start goes back instead.
         """
         policy, scales = self._budgets
-        maybe_finalize_async_save(blocking=True)
-        self._checkpoints.settle()
+        self._finish_saves()
         window = int(decision.parameters["skip_steps"]) * record.samples
         first = max(0, record.last_sample - window)
         in_process = self._config.decide.rewind == "in_process" and _trusted(decision)
@@ -192,6 +192,10 @@ class Rewinds:
             f"{first} to {record.last_sample - 1} will be passed over"
         )
         return "rewound"
+
+    def _finish_saves(self) -> None:
+        maybe_finalize_async_save(blocking=True)
+        self._checkpoints.settle()
 
     def _choose(self, back: int, sample: int, in_process: bool) -> Manifest | Snapshot | None:
         """The snapshot for a first attempt, if it is old enough; else a checkpoint."""
