@@ -85,7 +85,10 @@ def older_patched() -> None:
 
 def command_line(flags: tuple[str, ...]) -> tuple[str, ...]:
     """`flags` after, so winning over, `MODEL` and the CPU backend's; bf16 unless they say fp16."""
-    return (*MODEL, *cpu.FLAGS, *(() if "--fp16" in flags else ("--bf16",)), *flags)
+    model, at = MODEL, MODEL.index("--global-batch-size")
+    if "--step-batch-size-schedule" in flags:  # Megatron takes one of the two only
+        model = MODEL[:at] + MODEL[at + 2 :]
+    return (*model, *cpu.FLAGS, *(() if "--fp16" in flags else ("--bf16",)), *flags)
 
 
 def train(context: Context, flags: tuple[str, ...], probe: Probe | None = None) -> tuple[int, list[Any]]:
