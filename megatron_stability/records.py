@@ -79,7 +79,7 @@ class StepRecord:
     nonfinite_grads: int = 0  # ranks whose gradient norm was NaN or Inf
     overflow: bool = False  # fp16: the loss scaler itself rejected the gradient
     learning_rate: float = 0.0
-    disagreeing_ranks: tuple[int, ...] = ()  # ranks whose step or sample cursor differs from rank 0's
+    disagreeing_ranks: tuple[int, ...] = ()  # ranks that differ in what must be equal: see `detect.ranks`
     culprit_ranks: tuple[int, ...] = ()  # ranks where something was non-finite before any reduction mixed it
     signals: Mapping[str, float] = field(default=_NO_SIGNALS)
 

@@ -10,7 +10,7 @@ import dataclasses
 import json
 import math
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -30,10 +30,11 @@ from megatron_stability.decide.policy import TablePolicy
 from megatron_stability.errors import EXIT_HALTED, UsageError
 from megatron_stability.megatron import install_digest, optimizer_state, weight_hooks
 from megatron_stability.megatron.checkpoint import Checkpoints
+from megatron_stability.megatron.held_out import HeldOutHook
 from megatron_stability.megatron.model import init
 from megatron_stability.megatron.model.loss import HeadLoss, LogZHook, real_vocab_size
 from megatron_stability.megatron.sinks import MegatronWriters
-from megatron_stability.observe.reduction import LocalSignals, Reduction
+from megatron_stability.observe.reduction import LocalSignals, Reduction, chained
 from megatron_stability.pipeline import Pipeline, Sink
 from megatron_stability.record.bundle import Bundles, Context, plain_args
 from megatron_stability.record.ledger import Ledger, RunInfo
@@ -83,6 +84,7 @@ class Runtime:
         self.optimizer: Any = None
         self._step: tuple[StepRecord, Decision] | None = None
         self._incidents = 0
+        self._history = 0  # of this process: ranks begin alike
         self._next_sample = self._last_step = 0
         self._pipeline: Pipeline[LocalSignals] = Pipeline(
             observe=self._observe,
@@ -126,6 +128,7 @@ class Runtime:
             hook.train_begins()
         extra = {name: how for hook in self._weight_hooks for name, how in hook.signals.items()}
         self._reduction = Reduction(group, device, extra)
+        self._say_what_is_silent(self._reduction.signals)
         self._forward_state = optimizer_state.ForwardState(model)
         self._next_sample, self._last_step = args.consumed_train_samples, args.iteration
         self.sinks.append(MegatronWriters(enabled=self.config.record.tensorboard))
@@ -148,6 +151,12 @@ class Runtime:
         except UsageError as error:
             return str(error)
         return None
+
+    def _say_what_is_silent(self, available: Collection[str]) -> None:
+        silent = detect.signals.silent(self._pipeline.detectors, available)
+        if silent and self.rank == 0:
+            lacking = ", ".join(f"{name} ({', '.join(missing)})" for name, missing in silent.items())
+            print(f"> megatron-stability: detectors without their signals in this run: {lacking}", flush=True)
 
     def _report_initial_deviations(self) -> None:
         """A table from one rank of each pipeline stage, before the first step of a new run."""
@@ -195,6 +204,12 @@ class Runtime:
 
     # --- one step ---------------------------------------------------------------------------------------------
 
+    def evaluated(self, suffix: str, losses: dict[str, torch.Tensor]) -> None:
+        """A validation set's losses, for the next step's record."""
+        for hook in self._weight_hooks:
+            if isinstance(hook, HeldOutHook):
+                hook.evaluated(suffix, losses)
+
     def step_begins(self) -> None:
         """Keep what a forward and backward will change and a skip must put back."""
         assert self._forward_state is not None, "train_begins was not called: is patch 006-train-loop applied?"
@@ -239,6 +254,7 @@ class Runtime:
             self._step = record, decision
         if decision.action is not Action.HALT:  # a halted step is not consumed: a resume reads its samples again
             self._next_sample, self._last_step = record.last_sample, record.step
+        self._history = chained(self._history, record, decision)
         tables = [hook.update_done(record, decision.updates_weights) for hook in self._weight_hooks]
         self._pipeline.finish(record, decision)
         for table in filter(None, tables):
@@ -309,6 +325,7 @@ class Runtime:
             grad_amax=self._grad_amax,
             overflow=overflow,
             learning_rate=float(groups[0]["lr"]) if groups else 0.0,
+            history=self._history,
             extra={name: value for hook in self._weight_hooks for name, value in hook.observe().items()},
         )
 

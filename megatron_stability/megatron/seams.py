@@ -130,6 +130,12 @@ def exit_after_step(should_checkpoint: bool, should_exit: bool, exit_code: int) 
     return _runtime.exit_after_step(should_checkpoint, should_exit, exit_code)
 
 
+def evaluated(suffix: str, total_loss_dict: dict[str, Any]) -> None:
+    """`evaluate_and_print_results`, after each validation set: its losses, empty but on the last pipeline stage."""
+    if _runtime is not None:
+        _runtime.evaluated(suffix, total_loss_dict)
+
+
 def log_string() -> str:
     """`training_log`: what is appended to Megatron's log line."""
     return "" if _runtime is None else _runtime.log_string()

@@ -1,4 +1,4 @@
-"""What runs with a step beside the pipeline: measures in its forward, and changes weights after it (QK-clip)."""
+"""What runs with a step beside the pipeline: measures up to its gate, and changes weights after it (QK-clip)."""
 
 from __future__ import annotations
 
@@ -10,10 +10,15 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 
 from megatron_stability.config import StabilityConfig
-from megatron_stability.megatron import qk_clip
+from megatron_stability.megatron import qk_clip, replicas
+from megatron_stability.megatron.batch_monitor import BatchHook
 from megatron_stability.megatron.fp8_hook import Fp8Hook
+from megatron_stability.megatron.held_out import HeldOutHook
 from megatron_stability.megatron.model.embedding_clip import EmbeddingClipHook
-from megatron_stability.observe.reduction import Combine
+from megatron_stability.megatron.moe_monitor import MoeHook
+from megatron_stability.megatron.replicas import ReplicaHook
+from megatron_stability.megatron.telemetry import NormsHook, StepHook
+from megatron_stability.observe.reduction import How
 from megatron_stability.records import AttentionTable, StepRecord
 
 
@@ -21,8 +26,8 @@ class WeightHook(Protocol):
     """One of them. Every rank has the same ones; "collective" methods are called by every rank, in the same order."""
 
     @property
-    def signals(self) -> Mapping[str, Combine]:
-        """The names that `observe` may return, and how each is combined over ranks."""
+    def signals(self) -> Mapping[str, How]:
+        """The names that `observe` may return, and how each is combined over ranks; final once training begins."""
 
     def train_begins(self) -> None:
         """Collective, before the first step."""
@@ -30,8 +35,8 @@ class WeightHook(Protocol):
     def step_begins(self, step: int) -> None:
         """Before the forward of `step` (1-based)."""
 
-    def observe(self) -> Mapping[str, torch.Tensor]:
-        """Collective, before the gate: scalars of this rank for the StepRecord; NaN where it has none."""
+    def observe(self) -> Mapping[str, torch.Tensor | float]:
+        """Collective, before the gate: this rank's values for the StepRecord; NaN or absent where it has none."""
 
     def update_done(self, record: StepRecord, updated: bool) -> AttentionTable | None:
         """Collective, after the optimizer; `updated` says whether it changed the weights."""
@@ -68,7 +73,7 @@ def build(
     Raises:
         UsageError: a layer of this rank can't be measured or clipped; names it.
     """
-    hooks: list[WeightHook] = []
+    hooks = _observers(config, model, optimizer, device, args)
     if qk_clip.wanted(config):
         hooks.append(qk_clip.AttentionHook(config, model, optimizer, device))
     if config.model.embedding_norm_clip is not None:
@@ -82,6 +87,26 @@ def build(
     return hooks
 
 
+def _observers(
+    config: StabilityConfig, model: Sequence[Any], optimizer: Any, device: torch.device, args: Namespace
+) -> list[WeightHook]:
+    """What only measures. The fixed micro-batch comes first: the others forget what they saw of it."""
+    observe, sharded = config.observe, bool(getattr(args, "use_megatron_fsdp", False) or args.use_torch_fsdp2)
+    hooks: list[WeightHook] = []
+    if observe.replicas.weights_every or observe.replicas.compute_every:
+        hooks.append(ReplicaHook(observe.replicas, model, device, args))
+    hooks.append(StepHook(float(optimizer.config.clip_grad)))
+    if not sharded:  # FSDP keeps no gradient or weight as a part of one flat buffer; the log says what is silent
+        hooks.append(NormsHook(observe.norms, model, optimizer, args))
+    if args.num_experts and observe.moe.every:
+        hooks.append(MoeHook(observe.moe.every, model))
+    if observe.batch.enabled:
+        hooks.append(BatchHook(observe.batch.ngram, model))
+    if args.do_valid:
+        hooks.append(HeldOutHook(args))
+    return hooks
+
+
 def refuse_what_cannot_work(config: StabilityConfig, args: Namespace) -> None:
     """Raise for Megatron's flags that a hook can't live with.
 
@@ -89,3 +114,4 @@ def refuse_what_cannot_work(config: StabilityConfig, args: Namespace) -> None:
         UsageError: names the flag and the way out.
     """
     qk_clip.refuse_what_cannot_work(config, args)
+    replicas.refuse_what_cannot_work(config, args)

@@ -1,0 +1,84 @@
+"""Batches unlike the run's own first ones: repeated text, few different tokens."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, ClassVar
+
+from megatron_stability.detect import config as c
+from megatron_stability.detect.base import BaselineDetector, Finding
+from megatron_stability.records import StepRecord, Tier
+
+
+class BadBatch(BaselineDetector):
+    """A row of the batch that repeats itself, by thresholds from the run's first `calibration_steps` batches.
+
+    The score is s = max((r - r̄) / (1 - r̄), 1 - h / h̄): r the largest share of repeated n-grams of a row and h the least
+    token entropy, r̄ and h̄ their means over the calibration; 0 is a usual batch, 1 a row of one token. The limit is the
+    larger of `floor` and mean + k·σ of the calibration's own scores. MEDIUM above it.
+    """
+
+    name = "bad_batch"
+    requires: ClassVar[tuple[str, ...]] = ("data/repeated", "data/entropy")
+    sample: list[tuple[float, float]]
+    usual: tuple[float, float, float] | None  # r̄, h̄ and the limit, once calibrated
+
+    def __init__(self, config: c.BadBatch, early: c.Early) -> None:
+        super().__init__(early, relearn_after=config.relearn_after)
+        self.config = config
+        self.clear()
+
+    def value(self, record: StepRecord) -> float | None:
+        """The score s; 0 until calibrated."""
+        repeated, entropy = (record.signals.get(name) for name in self.requires)
+        if repeated is None or entropy is None:
+            return None
+        return 0.0 if self.usual is None else _score(repeated, entropy, *self.usual[:2])
+
+    def judge(self, value: float, record: StepRecord) -> Finding | None:
+        """See the class."""
+        if self.usual is None or value <= self.usual[2]:
+            return None
+        repeated, entropy = (record.signals[name] for name in self.requires)
+        reason = (
+            f"a row of the batch has {100 * repeated:.0f} % repeated n-grams (usual {100 * self.usual[0]:.0f} %) and "
+            f"{entropy:.2f} nats of token entropy (usual {self.usual[1]:.2f})"
+        )
+        return Finding(Tier.MEDIUM, self.usual[2], reason)
+
+    def accept(self, value: float, record: StepRecord) -> None:
+        """Into the sample, until it is large enough."""
+        if self.usual is not None:
+            return
+        repeated, entropy = (record.signals[name] for name in self.requires)
+        self.sample.append((repeated, entropy))
+        if len(self.sample) < self.config.calibration_steps:
+            return
+        count = len(self.sample)
+        means = tuple(math.fsum(column) / count for column in zip(*self.sample, strict=True))
+        found = [_score(*pair, *means) for pair in self.sample]
+        mean = math.fsum(found) / count
+        sigma = math.sqrt(math.fsum((score - mean) ** 2 for score in found) / count)
+        self.usual = means[0], means[1], max(self.config.floor, mean + self.config.k * sigma)
+        self.sample = []
+
+    def clear(self) -> None:
+        """Calibrate anew."""
+        self.sample, self.usual = [], None
+
+    def baseline(self) -> dict[str, Any]:
+        """The thresholds or the sample so far."""
+        return {"sample": [list(pair) for pair in self.sample], "usual": self.usual and list(self.usual)}
+
+    def load_baseline(self, state: dict[str, Any]) -> None:
+        """The inverse."""
+        self.sample = [(float(repeated), float(entropy)) for repeated, entropy in state["sample"]]
+        if state["usual"] is not None:
+            repeated, entropy, limit = map(float, state["usual"])
+            self.usual = repeated, entropy, limit
+
+
+def _score(repeated: float, entropy: float, usual_repeated: float, usual_entropy: float) -> float:
+    fewer = 1.0 - entropy / usual_entropy if usual_entropy > 0 else 0.0
+    more = (repeated - usual_repeated) / (1.0 - usual_repeated) if usual_repeated < 1 else 0.0
+    return max(more, fewer)
