@@ -42,7 +42,7 @@ def ours() -> Rule:
     def alert(record: StepRecord) -> bool:
         found = {d.name: verdict for d in detectors if (verdict := d.inspect(record)) is not None}
         for detector in detectors:
-            detector.learn(record, found.get(detector.name), True)
+            detector.learn(record, True)
         return bool(found)
 
     return alert

@@ -65,9 +65,8 @@ class Pipeline[Local]:
 
     def finish(self, record: StepRecord, decision: Decision) -> None:
         """Learn and record, once the optimizer step has run or was withheld. No collective."""
-        found = {verdict.detector: verdict for verdict in decision.verdicts}
         for detector in self.detectors:
-            detector.learn(record, found.get(detector.name), applied=decision.updates_weights)
+            detector.learn(record, decision.updates_weights)
         self.policy.settle(decision)
         for sink in self.sinks:
             sink.write(record, decision)

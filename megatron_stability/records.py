@@ -82,11 +82,12 @@ class StepRecord:
     disagreeing_ranks: tuple[int, ...] = ()  # ranks that differ in what must be equal: see `detect.ranks`
     culprit_ranks: tuple[int, ...] = ()  # ranks where something was non-finite before any reduction mixed it
     signals: Mapping[str, float] = field(default=_NO_SIGNALS)
+    finite: bool = field(init=False, repr=False, compare=False)  # no NaN or Inf in any loss or gradient
 
-    @property
-    def finite(self) -> bool:
-        """No NaN or Inf in any loss or gradient."""
-        return not (self.nonfinite_losses or self.nonfinite_grads or self.overflow)
+    def __post_init__(self) -> None:
+        """Every detector asks for `finite`, so it is worked out once."""
+        finite = not (self.nonfinite_losses or self.nonfinite_grads or self.overflow)
+        object.__setattr__(self, "finite", finite)
 
     @property
     def last_sample(self) -> int:

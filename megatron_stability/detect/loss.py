@@ -6,7 +6,7 @@ from collections import deque
 from typing import Any
 
 from megatron_stability.detect import config as c
-from megatron_stability.detect.base import PLAUSIBLE, BaselineDetector, Finding, WindowDetector
+from megatron_stability.detect.base import PLAUSIBLE, Finding, RingDetector, WindowDetector
 from megatron_stability.detect.window import SortedWindow
 from megatron_stability.records import StepRecord, Tier
 
@@ -56,7 +56,7 @@ class LossSpike(WindowDetector):
         return sigma_finding(value, window.mean, sigma, config.k, config.k_at_once)
 
 
-class LossMad(BaselineDetector):
+class LossMad(RingDetector[SortedWindow]):
     """loss > median + k·max(1.4826·MAD, `sigma_floor`): as `LossSpike`, but outliers in the window don't blind it.
 
     MAD is the median distance from the median; 1.4826 makes it σ for Gaussian noise.
@@ -65,9 +65,8 @@ class LossMad(BaselineDetector):
     name = "loss_mad"
 
     def __init__(self, config: c.LossMad, early: c.Early) -> None:
-        super().__init__(early, relearn_after=config.relearn_after, persistence=config.persistence)
+        super().__init__(config, early, SortedWindow(config.window))
         self.config = config
-        self.window = SortedWindow(config.window)
 
     def value(self, record: StepRecord) -> float | None:
         """The loss in nats a token."""
@@ -83,22 +82,6 @@ class LossMad(BaselineDetector):
             return None
         sigma = max(1.4826 * window.mad, config.sigma_floor) * self.early.looseness(record.step)
         return sigma_finding(value, median, sigma, config.k, config.k_at_once)
-
-    def accept(self, value: float, record: StepRecord) -> None:
-        """Into the window."""
-        self.window.push(value)
-
-    def clear(self) -> None:
-        """Empty the window."""
-        self.window.clear()
-
-    def baseline(self) -> dict[str, Any]:
-        """The window."""
-        return {"window": self.window.state_dict()}
-
-    def load_baseline(self, state: dict[str, Any]) -> None:
-        """The inverse."""
-        self.window.load_state_dict(state["window"])
 
 
 class LossDelta(WindowDetector):
@@ -147,17 +130,15 @@ class LossDelta(WindowDetector):
         noticed = nats > significant and row >= config.significant_steps
         return Finding(Tier.WATCH if noticed else None, significant, reason)
 
-    def learn(self, record: StepRecord, verdict: Any, applied: bool) -> None:
-        """As the base class; the running median sees flagged losses too, skipped or not: it is no baseline."""
-        if self.find(record) is not None:
-            self.waiting.clear()
-        value = self._value
-        super().learn(record, verdict, applied)
-        if value is not None and abs(value) <= PLAUSIBLE:
+    def suspect(self, value: float, record: StepRecord) -> None:
+        """What waits is not learned; the running median sees flagged losses too: it is no baseline."""
+        self.waiting.clear()
+        if abs(value) <= PLAUSIBLE:
             self.recent.append(value)
 
     def accept(self, value: float, record: StepRecord) -> None:
         """Into the queue, and what has waited long enough into the window."""
+        self.recent.append(value)
         self.waiting.append(value)
         if len(self.waiting) > self.config.lag:
             self.window.push(self.waiting.popleft())
@@ -213,58 +194,46 @@ class SpikeScore(WindowDetector):
     """OLMo 2's spike score: the share of values at least k = 7 σ above a rolling mean of 1000.
 
     Here the rolling mean takes accepted values only, and a verdict (WATCH) is raised at a spike that finds the share of
-    the last `window` finite values above `alert`: single spikes are other detectors' business.
+    the last `window` steps above `alert`: single spikes are other detectors' business.
     """
 
     def __init__(self, config: c.SpikeScore, early: c.Early) -> None:
         super().__init__(config, early)
         self.config = config
-        self.seen = 0  # finite values so far
-        self.spikes: deque[int] = deque()  # values of `seen` at the spikes among the last `window`
+        self.spikes: deque[int] = deque()  # steps of the spikes among the last `window`
 
-    @property
-    def score(self) -> float:
-        """The share, in [0, 1]."""
-        return len(self.spikes) / self.config.window
+    def score(self, step: int) -> float:
+        """The share of the last `window` steps up to `step`, in [0, 1]."""
+        return sum(step - at < self.config.window for at in self.spikes) / self.config.window
 
     def judge(self, value: float, record: StepRecord) -> Finding | None:
         """See the class."""
         config, window = self.config, self.window
-        if value <= window.mean or len(window) < config.warmup_steps:
+        if not window.above(value, config.k) or len(window) < config.warmup_steps:
             return None
-        if value - window.mean < config.k * window.std:
-            return None
-        score = (len(self.spikes) + 1) / config.window
+        score = self.score(record.step) + 1 / config.window
         reason = f"spike score {100 * score:.2f} % of the last {config.window} steps ({config.k:g} sigma)"
         tier = Tier.WATCH if score > config.alert else None
         return Finding(tier, window.mean + config.k * window.std, reason)
 
-    def learn(self, record: StepRecord, verdict: Any, applied: bool) -> None:
-        """As the base class; flagged values count in the share."""
-        finding, value = self.find(record), self._value
-        super().learn(record, verdict, applied)
-        if value is None:
-            return
-        self.seen += 1
-        if finding is not None:
-            self.spikes.append(self.seen)
-        while self.spikes and self.seen - self.spikes[0] >= self.config.window:
+    def suspect(self, value: float, record: StepRecord) -> None:
+        """Flagged values count in the share."""
+        self.spikes.append(record.step)
+        while record.step - self.spikes[0] >= self.config.window:
             self.spikes.popleft()
 
     def clear(self) -> None:
         """Empty the baseline and the share."""
         super().clear()
-        self.seen = 0
         self.spikes.clear()
 
     def baseline(self) -> dict[str, Any]:
         """The window and the spikes in it."""
-        return {**super().baseline(), "seen": self.seen, "spikes": list(self.spikes)}
+        return {**super().baseline(), "spikes": list(self.spikes)}
 
     def load_baseline(self, state: dict[str, Any]) -> None:
         """The inverse."""
         super().load_baseline(state)
-        self.seen = int(state["seen"])
         self.spikes.extend(int(at) for at in state["spikes"])
 
 

@@ -65,7 +65,7 @@ class ReplicaHook:
         with_context = parallel_state.get_data_parallel_group(with_context_parallel=True)
         if self._settings.weights_every:
             self._signals["weights"] = Replicas(_everyones(with_context))
-            if self._args.num_experts:
+            if self._args.expert_model_parallel_size > 1:  # else Megatron reduces experts like all others
                 self._signals["expert_weights"] = Replicas(_everyones(parallel_state.get_expert_data_parallel_group()))
         if self._check is not None:
             self._signals["compute"] = Replicas(_everyones(with_context))
