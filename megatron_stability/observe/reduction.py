@@ -211,15 +211,16 @@ class Reduction:
 
     def __call__(self, local: LocalSignals) -> StepRecord:
         """One all-gather, one device-to-host copy."""
-        row = self._row(local)
+        row = self.row(local)
         if self.group is None:
-            return self._record(row.cpu()[None])
+            return self.record(row.cpu()[None])
         world = dist.get_world_size(self.group)
         rows = torch.empty(world * row.numel(), dtype=row.dtype, device=row.device)
         dist.all_gather_into_tensor(rows, row, group=self.group)
-        return self._record(rows.cpu().view(world, -1))
+        return self.record(rows.cpu().view(world, -1))
 
-    def _row(self, local: LocalSignals) -> torch.Tensor:
+    def row(self, local: LocalSignals) -> torch.Tensor:
+        """What this rank gives to the all-gather, [columns] float64; as many on every rank and step."""
         parts = [local.pack(self.device, tuple(self._scalars))]
         for name, how in self._wide.items():
             value = local.extra.get(name)
@@ -229,12 +230,12 @@ class Reduction:
                 parts.append(torch.as_tensor(value, dtype=torch.float64).to(self.device).reshape(how.columns))
         return torch.cat(parts) if len(parts) > 1 else parts[0]
 
-    def _record(self, rows: torch.Tensor) -> StepRecord:
-        """From [world, columns] on the host; wide columns stay tensors, for most steps have none."""
+    def record(self, rows: torch.Tensor) -> StepRecord:
+        """The record from all ranks' rows, [world, columns] on the host."""
         at = len(COLUMNS) + len(self._scalars)
         record = combine(rows[:, :at].tolist(), self._scalars)
         signals, disagreeing = dict(record.signals), set(record.disagreeing_ranks)
-        for name, how in self._wide.items():
+        for name, how in self._wide.items():  # tensors still, for on most steps they are empty
             found, ranks = how.combine(name, rows[:, at : at + how.columns])
             signals |= found
             disagreeing |= ranks
