@@ -10,6 +10,7 @@ from megatron_stability.detect.base import PLAUSIBLE, Finding, RingDetector, Win
 from megatron_stability.detect.window import SortedWindow
 from megatron_stability.records import StepRecord, Tier
 
+Z_MOST = 4.0  # standard deviations that one step may add to a cumulative sum
 SIGMA_FLOOR = 0.005  # nats: a running median of a loss that has stopped moving may still move by this
 
 
@@ -88,10 +89,11 @@ class LossDelta(WindowDetector):
     """Nats between the median of the last `smooth` losses and the mean of the last `window` accepted ones.
 
     A row of steps above `watch` is WATCH once it is longer than `watch_steps`, MEDIUM if it also reaches `medium` or
-    lasts `mild_steps`; above `severe` it is LARGE at once. Before that, `significant_steps` in a row of k·σ are WATCH:
-    a median that far out is a rise, however small. The median forgets one bad batch, which `LossSpike` reports. Losses
-    wait `lag` steps before they enter mean and σ, and those that still wait when such a step comes are dropped, so a
-    slow rise can neither drag the mean along nor hide in σ.
+    lasts `mild_steps`; above `severe` it is LARGE at once. Smaller rises are WATCH by Page's cumulative sum (Biometrika
+    41, 1954), S ← max(0, S + min(z, 4) - k) > h, z in σ above the mean: a slow burn adds up while single bad batches,
+    which `LossSpike` reports, do not. S > h/2 is suspicious already. Losses wait `lag` steps before they enter mean and
+    σ; those that still wait when a suspicious step comes are dropped: a slow rise can neither drag the mean along
+    nor hide in σ.
     """
 
     name = "loss_delta"
@@ -101,6 +103,8 @@ class LossDelta(WindowDetector):
         self.config = config
         self.recent: deque[float] = deque(maxlen=config.smooth)
         self.waiting: deque[float] = deque()
+        self.cusum = 0.0
+        self._sum = 0.0  # with the value that `judge` saw last: no state
 
     def value(self, record: StepRecord) -> float | None:
         """The loss in nats a token."""
@@ -108,18 +112,19 @@ class LossDelta(WindowDetector):
 
     def judge(self, value: float, record: StepRecord) -> Finding | None:
         """See the class."""
-        config, window = self.config, self.window
+        config, window, loose = self.config, self.window, self.early.looseness(record.step)
+        self._sum = 0.0
         if len(window) < config.warmup_steps or len(self.recent) < config.smooth - 1:
             return None
-        floor = window.mean + min(config.watch, config.k * SIGMA_FLOOR)
-        if value <= floor and max(self.recent, default=floor) <= floor:  # the usual case, without sorting
-            return None
+        excess = value - window.mean
+        sigma = max(window.std, SIGMA_FLOOR) * loose
+        total = min(self.cusum + min(excess / sigma, Z_MOST) - config.k, 1.5 * config.h)
+        self._sum = total = max(total, 0.0)
+        watch = config.watch * loose
+        if total <= config.h / 2 and excess <= watch and max(self.recent) <= window.mean + watch:
+            return None  # the usual case, without sorting
         last = sorted([*self.recent, value][-config.smooth :])
         nats = last[len(last) // 2] - window.mean
-        loose = self.early.looseness(record.step)
-        significant, watch = config.k * max(window.std, SIGMA_FLOOR) * loose, config.watch * loose
-        if nats <= min(watch, significant):
-            return None
         row = self.run + 1
         reason = f"median loss of {len(last)} steps is {nats:.3f} nats above its baseline, for {row} steps"
         if nats > config.severe * loose:
@@ -127,37 +132,44 @@ class LossDelta(WindowDetector):
         if nats > watch and row > config.watch_steps:
             mild = nats < config.medium * loose and row < config.mild_steps
             return Finding(Tier.WATCH if mild else Tier.MEDIUM, watch, reason)
-        noticed = nats > significant and row >= config.significant_steps
-        return Finding(Tier.WATCH if noticed else None, significant, reason)
+        if total > config.h:
+            reason += f"; cumulative sum {total:.1f} sigma"
+            return Finding(Tier.WATCH, window.mean + config.k * sigma, reason)
+        return Finding(None, watch, reason) if total > config.h / 2 or nats > watch else None
 
     def suspect(self, value: float, record: StepRecord) -> None:
-        """What waits is not learned; the running median sees flagged losses too: it is no baseline."""
+        """What waits is not learned; median and cumulative sum see flagged losses too: they are no baseline."""
         self.waiting.clear()
+        self.cusum = self._sum
         if abs(value) <= PLAUSIBLE:
             self.recent.append(value)
 
     def accept(self, value: float, record: StepRecord) -> None:
         """Into the queue, and what has waited long enough into the window."""
+        self.cusum = self._sum
         self.recent.append(value)
         self.waiting.append(value)
         if len(self.waiting) > self.config.lag:
             self.window.push(self.waiting.popleft())
 
     def clear(self) -> None:
-        """Empty window, queue and running median."""
+        """Empty window, queue, running median and sum."""
         super().clear()
+        self.cusum = self._sum = 0.0
         self.waiting.clear()
         self.recent.clear()
 
     def baseline(self) -> dict[str, Any]:
-        """Window, queue and running median."""
-        return {**super().baseline(), "waiting": list(self.waiting), "recent": list(self.recent)}
+        """Window, queue, running median and sum."""
+        lists = {"waiting": list(self.waiting), "recent": list(self.recent)}
+        return {**super().baseline(), **lists, "cusum": self.cusum}
 
     def load_baseline(self, state: dict[str, Any]) -> None:
         """The inverse."""
         super().load_baseline(state)
         self.waiting.extend(float(value) for value in state["waiting"])
         self.recent.extend(float(value) for value in state["recent"])
+        self.cusum = float(state["cusum"])
 
 
 class LossRatio(WindowDetector):
