@@ -6,6 +6,8 @@
     --drill-fault nan:step=9,rank=1,chunk=1      on that virtual pipeline chunk only; else on each chunk of the rank
     --drill-fault wrong:step=9,rank=1,factor=1.01  one gradient on rank 1 is finite, but 1.01 times what it should be
     --drill-fault nan-loss:step=50,rank=3        the loss itself is NaN on rank 3 (a rank that owns one); inf-loss too
+    --drill-fault page:step=9                    every row of step 9 is one phrase of 16 tokens, again and again
+    --drill-fault noise:step=9                   its targets are random tokens
 
 A fault repeats when Megatron's rerun machine runs its step again, as a bad batch would. Hooks sit on the instances
 that a model builder hands over; nothing of Megatron is replaced.
@@ -22,7 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-KINDS = ("scale", "nan", "inf", "wrong", "nan-loss", "inf-loss")
+KINDS = ("scale", "nan", "inf", "wrong", "page", "noise", "nan-loss", "inf-loss")
 VALUES = {"nan": math.nan, "inf": math.inf, "nan-loss": math.nan, "inf-loss": math.inf}
 SHAPE = "KIND:step=N[,rank=R][,factor=F][,param=I][,chunk=C]"
 
@@ -93,6 +95,24 @@ def _strike(fault: Fault, args: Namespace, grad: torch.Tensor) -> torch.Tensor:
         grad = grad.clone()
         grad.view(-1)[0] = VALUES[fault.kind]
     return grad
+
+
+def corrupt(batch: dict[str, torch.Tensor], args: Namespace) -> dict[str, torch.Tensor]:
+    """The same micro-batch, or one with bad rows where a fault strikes; of a pipeline, first and last stage alike.
+
+    Args:
+        batch: `tokens` and `labels` [b, s], and more.
+        args: Megatron's.
+    """
+    for fault in faults(args) if torch.is_grad_enabled() and "tokens" in batch else ():
+        if fault.strikes(args) and fault.kind == "page":
+            phrase = torch.arange(batch["tokens"].shape[1], device=batch["tokens"].device) % 16
+            batch = batch | {name: batch[name][:, phrase] for name in ("tokens", "labels")}
+        elif fault.strikes(args) and fault.kind == "noise":
+            draw = torch.Generator().manual_seed(fault.step)
+            labels = torch.randint(int(batch["labels"].max()) + 1, batch["labels"].shape, generator=draw)
+            batch = batch | {"labels": labels.to(batch["labels"])}
+    return batch
 
 
 def scale_gradient(loss: torch.Tensor, args: Namespace) -> torch.Tensor:

@@ -10,6 +10,8 @@ import pytest
 import torch
 
 from megatron_stability.detect.signals import SIGNALS
+from megatron_stability.megatron.prepare_data import Options, prepare
+from megatron_stability.record import entries
 from megatron_stability.records import Decision, StepRecord
 from tests.dist.pool import Pool
 from tests.e2e import jobs
@@ -168,3 +170,40 @@ def test_a_rank_that_computes_wrong_but_finite_values_is_named(
                 assert [row.disagreeing for row in rank] == [(), (), (), named, ()]
                 assert "fixed micro-batch" in rank[3].reason
     assert losses[0] == losses[1]
+
+
+def test_a_bad_batch_is_skipped_by_its_data(pools: dict[tuple[str, str], Pool], tmp_path: Path) -> None:
+    """A page of one phrase, by thresholds from the run's own first batches; its samples' fate says why."""
+    rules = tmp_path / "rules.yaml"
+    rules.write_text("decide: {rules: [{detector: bad_batch, tier: medium, action: skip}]}", encoding="utf-8")
+    flags = ("--stability-config", str(rules), "--stability-detect-bad-batch-calibration-steps", "10")
+    fault = ("--drill-fault", "page:step=13", "--train-iters", "14")
+    seen = _run(pools["0.19.2", "patched"], tmp_path, 2, Norms(), *jobs.PP2, *flags, *fault)
+    assert [row.reason for row in seen[0]] == [row.reason for row in seen[1]]
+    fates = [step.fate for step in entries.read(tmp_path).steps]
+    assert fates == ["trained"] * 12 + ["skipped", "trained"]
+    assert "bad_batch" in entries.read(tmp_path).steps[12].reason
+    assert "repeated n-grams" in entries.read(tmp_path).steps[12].reason
+
+
+def test_each_of_several_validation_sets_has_its_loss_in_the_ledger(
+    pools: dict[tuple[str, str], Pool], tmp_path: Path
+) -> None:
+    texts = {
+        "train": "what a piece of work is a man, " * 300,
+        "prose": "how noble in reason, " * 40,
+        "digits": "0123" * 200,
+    }
+    for name, text in texts.items():
+        (tmp_path / f"{name}.txt").write_text(text, encoding="utf-8")
+        prepare([tmp_path / f"{name}.txt"], tmp_path / name, Options())
+    paths = {name: str(tmp_path / name) for name in texts}
+    data = ("--train-data-path", paths["train"], "--valid-data-path", paths["prose"], paths["digits"])
+    sets = ("--multiple-validation-sets", "--full-validation", "--validation-set-names", "prose", "digits")
+    often = ("--eval-interval", "2", "--train-iters", "3", "--vocab-size", "257")
+    _run(pools["0.19.2", "patched"], tmp_path, 2, Norms(), *jobs.PP2, *data, *sets, *often)
+    steps = entries.read(tmp_path).steps
+    assert [step.signals.get("held_out") for step in steps] == [None, None, 2.0]
+    losses = [steps[2].signals[f"held_out/{name}"] for name in ("prose", "digits")]
+    assert all(2 < loss < 7 for loss in losses)
+    assert losses[0] < losses[1], "training has seen prose only"

@@ -13,12 +13,13 @@ from steps import PROPERTY, feed, flagged, step
 
 from megatron_stability.detect.config import BadBatch, Early, Switch
 from megatron_stability.detect.data import BadBatch as Detector
+from megatron_stability.detect.non_finite import NonFinite
 from megatron_stability.detect.ranks import RankAgreement
 from megatron_stability.observe.batch import scores
 from megatron_stability.observe.fingerprint import digest
 from megatron_stability.observe.reduction import LocalSignals, Reduction, chained
 from megatron_stability.observe.wide import Layers, Replicas, fold
-from megatron_stability.records import Action, Decision
+from megatron_stability.records import Action, Decision, Tier
 
 CPU = torch.device("cpu")
 NONE = torch.zeros(0, 2)
@@ -130,3 +131,17 @@ def test_a_repeated_page_is_a_bad_batch_by_the_runs_own_first_batches() -> None:
     other.load_state_dict(detector.state_dict())
     assert other.inspect(record(601, page=True)) is not None
     assert detector.inspect(step(602)) is None, "a record without scores says nothing"
+
+
+def test_a_nan_norm_is_no_small_norm_and_a_rank_with_an_empty_shard_sees_it_too() -> None:
+    """Megatron-LM issue 3460: NaN compares as below every threshold, and each rank compared its own norm."""
+    reduction = Reduction(None, CPU)
+    rest = {"step": 5, "first_sample": 0, "samples": 8}
+    speaks = LocalSignals(**rest, loss_sums_n2=torch.tensor([[8.0, 4.0]]), grad_norm=math.nan, grad_amax=math.nan)
+    empty = LocalSignals(**rest, loss_sums_n2=NONE, grad_norm=None)
+    for order in ((speaks, empty), (empty, speaks)):
+        record = reduction.record(torch.stack([reduction.row(local) for local in order]))
+        assert (record.nonfinite_grads, record.finite, record.loss) == (1, False, 2.0)
+        verdict = NonFinite(Switch(), Early()).inspect(record)
+        assert verdict is not None
+        assert verdict.tier is Tier.NON_FINITE
