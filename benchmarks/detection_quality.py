@@ -138,25 +138,57 @@ def median(values: list[int]) -> float:
     return float(sorted(values)[len(values) // 2]) if values else math.nan
 
 
+RECORDED = Path(__file__).parent / "data" / "recorded.json"  # by tests/drills/record_curves.py
+
+
+def recorded() -> list[Curve]:
+    """Curves of real runs with faults put in on purpose; none where the file is missing."""
+    curves = []
+    for run in json.loads(RECORDED.read_text())["curves"] if RECORDED.is_file() else ():
+        columns = zip(run["loss"], run["grad_norm"], run["learning_rate"], strict=True)
+        records = [
+            StepRecord(
+                step=step,
+                first_sample=4 * (step - 1),
+                samples=4,
+                tokens=256.0,
+                loss=loss,
+                grad_norm=norm,
+                learning_rate=lr,
+            )
+            for step, (loss, norm, lr) in enumerate(columns, start=1)
+        ]
+        curves.append(Curve(records, [Fault(*fault) for fault in run["faults"]]))
+    return curves
+
+
 def evaluate(name: str, runs: int, steps: int, healthy: int, first_seed: int) -> dict[str, float]:
     """One row of the table."""
-    delays: dict[str, list[int]] = {kind: [] for kind in (*KINDS, CHANCE)}
-    total, false = dict.fromkeys(delays, 0), 0
-    for seed in range(runs):
-        found, faults, alarms = score(RULES[name](), synthesize(first_seed + seed, steps, True, SIGMAS[seed % 3]))
-        false += alarms
-        for kind in delays:
-            delays[kind] += found[kind]
-            total[kind] += faults[kind]
+    curves = [synthesize(first_seed + seed, steps, True, SIGMAS[seed % 3]) for seed in range(runs)]
+    row = table_row(RULES[name], curves)
     quiet = sum(
         score(RULES[name](), synthesize(first_seed + 1000 + seed, 20000, False, SIGMAS[seed % 3]))[2]
         for seed in range(healthy)
     )
+    row["false alarms per 20k healthy steps"] = quiet / healthy if healthy else math.nan
+    real = recorded()
+    return row | {f"recorded: {key}": value for key, value in (table_row(RULES[name], real) if real else {}).items()}
+
+
+def table_row(rule: Callable[[], Rule], curves: Iterable[Curve]) -> dict[str, float]:
+    """Precision, recall, F1, and recall and median delay by kind, over curves with faults."""
+    delays: dict[str, list[int]] = {kind: [] for kind in (*KINDS, CHANCE)}
+    total, false = dict.fromkeys(delays, 0), 0
+    for curve in curves:
+        found, faults, alarms = score(rule(), curve)
+        false += alarms
+        for kind in delays:
+            delays[kind] += found[kind]
+            total[kind] += faults[kind]
     hits, faults_in_all = sum(len(delays[kind]) for kind in KINDS), sum(total[kind] for kind in KINDS)
     precision, recall = hits / (hits + false) if hits + false else 0.0, hits / faults_in_all
     row = {"precision": precision, "recall": recall}
     row["f1"] = 2 * precision * recall / (precision + recall) if hits else 0.0
-    row["false alarms per 20k healthy steps"] = quiet / healthy if healthy else math.nan
     for kind in delays:
         row[f"{kind}: recall"] = len(delays[kind]) / total[kind]
         row[f"{kind}: median delay"] = median(delays[kind])
@@ -176,9 +208,9 @@ def main() -> None:
     for name in RULES:
         print(f"measuring {name} ...", file=sys.stderr)
         rows[name] = evaluate(name, args.runs, args.steps, args.healthy, args.seed)
-    print(f"{'':36}" + "".join(f"{name:>14}" for name in rows))
+    print(f"{'':40}" + "".join(f"{name:>14}" for name in rows))
     for key in rows["ours"]:
-        print(f"{key:36}" + "".join(f"{row[key]:14.3f}" for row in rows.values()))
+        print(f"{key:40}" + "".join(f"{row[key]:14.3f}" for row in rows.values()))
     if args.json:
         args.json.write_text(json.dumps(rows, indent=1).replace("NaN", '"nan"'), encoding="utf-8")
 

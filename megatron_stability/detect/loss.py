@@ -116,11 +116,11 @@ class LossDelta(WindowDetector):
         self._sum = 0.0
         if len(window) < config.warmup_steps or len(self.recent) < config.smooth - 1:
             return None
-        excess = value - window.mean
-        sigma = max(window.std, SIGMA_FLOOR) * loose
-        total = min(self.cusum + min(excess / sigma, Z_MOST) - config.k, 1.5 * config.h)
-        self._sum = total = max(total, 0.0)
-        watch = config.watch * loose
+        excess, watch, total = value - window.mean, config.watch * loose, 0.0
+        if self.cusum or excess > config.k * SIGMA_FLOOR:  # else the sum stays 0, whatever σ is
+            sigma = max(window.std, SIGMA_FLOOR) * loose
+            total = min(self.cusum + min(excess / sigma, Z_MOST) - config.k, 1.5 * config.h)
+            self._sum = total = max(total, 0.0)
         if total <= config.h / 2 and excess <= watch and max(self.recent) <= window.mean + watch:
             return None  # the usual case, without sorting
         last = sorted([*self.recent, value][-config.smooth :])
@@ -134,7 +134,7 @@ class LossDelta(WindowDetector):
             return Finding(Tier.WATCH if mild else Tier.MEDIUM, watch, reason)
         if total > config.h:
             reason += f"; cumulative sum {total:.1f} sigma"
-            return Finding(Tier.WATCH, window.mean + config.k * sigma, reason)
+            return Finding(Tier.WATCH, watch, reason)
         return Finding(None, watch, reason) if total > config.h / 2 or nats > watch else None
 
     def suspect(self, value: float, record: StepRecord) -> None:

@@ -83,7 +83,7 @@ def older_patched() -> None:
 
 
 def command_line(flags: tuple[str, ...]) -> tuple[str, ...]:
-    """`flags` after, so winning over, `MODEL` and the CPU backend's; bf16 unless fp16, mock data unless other is named."""
+    """`flags` after, so winning over, `MODEL` and the CPU backend's; bf16 unless fp16, mock data if no path."""
     mock = not any(flag.endswith("-data-path") for flag in flags)
     model = tuple(flag for flag in MODEL if mock or flag != "--mock-data")
     return (*model, *cpu.FLAGS, *(() if "--fp16" in flags else ("--bf16",)), *flags)
