@@ -154,10 +154,12 @@ def refuse_what_cannot_work(config: StabilityConfig, args: Namespace) -> None:
     """
     if not config.observe.replicas.compute_every:
         return
+    sharded = bool(getattr(args, "use_megatron_fsdp", False) or args.use_torch_fsdp2)
     for flag, active, why in (
         ("--context-parallel-size above 1", args.context_parallel_size > 1, "context ranks see different positions"),
         ("--expert-model-parallel-size above 1", args.expert_model_parallel_size > 1, "experts mix ranks' tokens"),
         ("--mtp-num-layers", bool(getattr(args, "mtp_num_layers", None)), "MTP layers log what they see"),
+        ("--use-megatron-fsdp or --use-torch-fsdp2", sharded, "a rank has parts of weights only"),
         ("--fp8-format", bool(getattr(args, "fp8", None)), "amax histories would take it in"),
         ("fp8.emulate", config.fp8.emulate != "none", "amax histories would take it in"),
         ("--defer-embedding-wgrad-compute", bool(args.defer_embedding_wgrad_compute), "it keeps activations back"),

@@ -87,20 +87,33 @@ def build(
     return hooks
 
 
+def say(args: Namespace, what: str) -> None:
+    """One line from rank 0 on what can't be active."""
+    if args.rank == 0:
+        print(f"> megatron-stability: {what}", flush=True)
+
+
 def _observers(
     config: StabilityConfig, model: Sequence[Any], optimizer: Any, device: torch.device, args: Namespace
 ) -> list[WeightHook]:
     """What only measures. The fixed micro-batch comes first: the others forget what they saw of it."""
     observe, sharded = config.observe, bool(getattr(args, "use_megatron_fsdp", False) or args.use_torch_fsdp2)
+    graphs = getattr(args, "cuda_graph_impl", "none")
     hooks: list[WeightHook] = []
-    if observe.replicas.weights_every or observe.replicas.compute_every:
+    if sharded:
+        say(args, "FSDP keeps parts of weights and gradients in its own way: no norms of them, no digests of replicas")
+    elif observe.replicas.weights_every or observe.replicas.compute_every:
         hooks.append(ReplicaHook(observe.replicas, model, device, args))
     hooks.append(StepHook(float(optimizer.config.clip_grad)))
-    if not sharded:  # FSDP keeps no gradient or weight as a part of one flat buffer; the log says what is silent
+    if not sharded:
         hooks.append(NormsHook(observe.norms, model, optimizer, args))
-    if args.num_experts and observe.moe.every:
+    if graphs != "none":
+        say(
+            args, f"--cuda-graph-impl {graphs}: a replayed graph calls no hook, so batches and experts are not observed"
+        )
+    elif args.num_experts and observe.moe.every:
         hooks.append(MoeHook(observe.moe.every, model))
-    if observe.batch.enabled:
+    if graphs == "none" and observe.batch.enabled:
         hooks.append(BatchHook(observe.batch.ngram, model))
     if args.do_valid:
         hooks.append(HeldOutHook(args))

@@ -85,26 +85,26 @@ class LocalSignals:
         sums_n2 = self.loss_sums_n2.to(device=device, dtype=torch.float64)
         finite_n2 = torch.isfinite(sums_n2)
         norm, amax = _scalar(self.grad_norm, device), _scalar(self.grad_amax, device)
-        host = torch.tensor(
-            [self.step, self.first_sample, self.samples, self.overflow, self.learning_rate, self.history],
-            dtype=torch.float64,
-        ).to(device, non_blocking=True)
+        given = [self.extra.get(name, math.nan) for name in extra]
+        known = [self.step, self.first_sample, self.samples, self.overflow, self.learning_rate, self.history]
+        known += [math.nan if isinstance(value, torch.Tensor) else value for value in given]
+        # All numbers that the host knows go to the device in one copy.
+        host = torch.tensor(known, dtype=torch.float64).to(device, non_blocking=True).unbind()
         kept_n2 = torch.where(finite_n2, sums_n2, 0.0)  # a NaN micro-batch must not hide the others' loss
         return torch.stack(
             [
-                host[0],
-                host[1],
-                host[2],
+                *host[:3],
                 kept_n2[:, 0].sum(),
                 kept_n2[:, 1].sum(),
                 (~finite_n2.all(dim=1)).sum().double(),
                 torch.where(torch.isfinite(norm), norm, 0.0),
                 (~torch.isfinite(norm)).double(),
                 (~torch.isfinite(amax)).double(),
-                host[3],
-                host[4],
-                host[5],
-                *(_scalar(self.extra.get(name, math.nan), device) for name in extra),
+                *host[3:6],
+                *(
+                    _scalar(value, device) if isinstance(value, torch.Tensor) else on_device
+                    for value, on_device in zip(given, host[6:], strict=True)
+                ),
             ]
         )
 
