@@ -140,9 +140,6 @@ def measure(device: str, hidden_size: int, steps: int, folder: str, pipe: Any) -
         def update_done(self, update_successful: bool) -> None:
             self._timed(super().update_done, update_successful)
 
-        def _note_samples_that_megatron_passed_over(self) -> None:
-            self._next_sample = self._args.consumed_train_samples  # steps that were off are not in the ledger
-
         def _timed(self, call: Callable[..., Any], *arguments: Any) -> Any:
             if not self.on:
                 return None

@@ -21,6 +21,7 @@ from enum import StrEnum
 from types import MappingProxyType
 from typing import Any
 
+PASSED_OVER = "passed_over"  # Decision.parameters: the step's samples were drawn and nothing was computed
 _NO_SIGNALS: Mapping[str, float] = MappingProxyType({})
 
 

@@ -81,7 +81,25 @@ class Decide(Section):
     max_skips_per_1000_steps: int = Field(50, ge=1, description="one more within the last 1000 steps ends skipping")
     when_exhausted: Literal["halt", "rewind"] = Field("halt", description="what follows when skipping has ended")
     max_rewinds: int = Field(2, ge=0, description="rewinds per run; one more halts it")
+    rewind: Literal["in_process", "restart"] = Field(
+        "in_process", description="in_process: the job goes on; restart: it ends with code 19 to be started again"
+    )
     rewind_skip_steps: int = Field(8, ge=1, description="skip_steps of a rewind by when_exhausted")
     cooldown_steps: int = Field(500, ge=0, description="steps before scale_lr or scale_weight_decay is taken again")
     probation_steps: int = Field(500, ge=0, description="steps after any action in which tiers count one higher")
+    snapshot_steps: int = Field(
+        0, ge=0, description="copy the state into CPU memory every so many steps, for a first rewind; 0: never"
+    )
+    snapshot_max_gb: float = Field(32.0, gt=0, description="GB (1e9 bytes) that a rank's snapshot may have")
+    skip_samples: tuple[tuple[int, int], ...] = Field(
+        (), description="[[first, last], ...] sample indexes, last exclusive: steps that would read one are passed over"
+    )
     gate: Gate = Gate()
+
+    @field_validator("skip_samples")
+    @classmethod
+    def _ordered(cls, windows: tuple[tuple[int, int], ...]) -> tuple[tuple[int, int], ...]:
+        for first, last in windows:
+            if not 0 <= first < last:
+                raise ValueError(f"[{first}, {last}] is not a window of samples: it needs 0 <= first < last")
+        return windows

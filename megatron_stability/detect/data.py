@@ -7,7 +7,9 @@ from typing import Any, ClassVar
 
 from megatron_stability.detect import config as c
 from megatron_stability.detect.base import BaselineDetector, Finding
-from megatron_stability.records import StepRecord, Tier
+from megatron_stability.records import StepRecord, Tier, Verdict
+
+AHEAD = ("data/next/repeated", "data/next/entropy")
 
 
 class BadBatch(BaselineDetector):
@@ -40,11 +42,28 @@ class BadBatch(BaselineDetector):
         if self.usual is None or value <= self.usual[2]:
             return None
         repeated, entropy = (record.signals[name] for name in self.requires)
-        reason = (
-            f"a row of the batch has {100 * repeated:.0f} % repeated n-grams (usual {100 * self.usual[0]:.0f} %) and "
-            f"{entropy:.2f} nats of token entropy (usual {self.usual[1]:.2f})"
-        )
+        reason = self._reason(repeated, entropy, self.usual)
         return Finding(Tier.MEDIUM, self.usual[2], reason)
+
+    def ahead(self, record: StepRecord) -> Verdict | None:
+        """A verdict on the step after a record, from the score of its batch that the record brought."""
+        repeated, entropy = (record.signals.get(name) for name in AHEAD)
+        if repeated is None or entropy is None or self.usual is None:
+            return None
+        score = _score(repeated, entropy, *self.usual[:2])
+        if score <= self.usual[2]:
+            return None
+        reason, limit = self._reason(repeated, entropy, self.usual), self.usual[2]
+        return Verdict(
+            detector=self.name, tier=Tier.MEDIUM, step=record.step + 1, value=score, threshold=limit, reason=reason
+        )
+
+    @staticmethod
+    def _reason(repeated: float, entropy: float, usual: tuple[float, float, float]) -> str:
+        return (
+            f"a row of the batch has {100 * repeated:.0f} % repeated n-grams (usual {100 * usual[0]:.0f} %) and "
+            f"{entropy:.2f} nats of token entropy (usual {usual[1]:.2f})"
+        )
 
     def accept(self, value: float, record: StepRecord) -> None:
         """Into the sample, until it is large enough."""

@@ -42,6 +42,8 @@ SIGNALS: Mapping[str, str] = MappingProxyType(
         "moe/router_z": "mean logsumexp² of the router logits, worst layer and rank",
         "data/repeated": "largest share of repeated n-grams of a row of the batch",
         "data/entropy": "least token entropy of a row of the batch; nats",
+        "data/next/repeated": "as data/repeated, of the batch after this step's",
+        "data/next/entropy": "as data/entropy, of the batch after this step's; nats",
         "ranks/weights": "ranks whose weights differ from their data-parallel replicas'",
         "ranks/expert_weights": "ranks whose expert weights differ from their replicas'",
         "ranks/compute": "ranks that make something else of a fixed micro-batch than their replicas",

@@ -70,10 +70,7 @@ def refuse_what_cannot_work(config: tree.StabilityConfig, args: Namespace) -> No
         )
     rewinds = config.decide.when_exhausted == "rewind" or any(r.action is Action.REWIND for r in config.decide.rules)
     if config.mode == "act" and rewinds:
-        raise UsageError(
-            "--stability-decide-rules asks for a rewind, which this version can't carry out in a running job; use "
-            "halt, or --stability-mode observe to see when it would"
-        )
+        refuse_what_cannot_be_rewound(config, args)
     if config.checkpoint.manifest:
         refuse_unproven_checkpoints(args)
     if getattr(args, "optimizer_cuda_graph", False):
@@ -102,3 +99,48 @@ def refuse_unproven_checkpoints(args: Namespace) -> None:
             "--save-retain-interval: deletes checkpoints whether or not a newer one is good; use "
             "--stability-checkpoint-keep, or give --stability-checkpoint-manifest false"
         )
+
+
+def refuse_what_cannot_be_rewound(config: tree.StabilityConfig, args: Namespace) -> None:
+    """Raise where a policy that may rewind could not carry it out.
+
+    Args:
+        config: mode `act`, with a rule or budget that rewinds.
+        args: Megatron's validated arguments.
+
+    Raises:
+        UsageError: names the flag and the way out.
+    """
+    if args.save is None or not config.checkpoint.manifest:
+        raise UsageError(
+            "--stability-decide-rules asks for a rewind, which needs checkpoints that were proven: give --save and "
+            "--save-interval, and leave --stability-checkpoint-manifest true"
+        )
+    if config.decide.rewind == "restart":
+        return
+    unlike = {
+        "ckpt_format": ("torch_dist",),
+        "dataloader_type": ("single", "cyclic", None),
+        "gtp_weight_remat_size": (1,),
+    }
+    for name, fine in unlike.items():
+        if getattr(args, name, fine[0]) not in fine:
+            _refuse(f"--{name.replace('_', '-')} {getattr(args, name)}")
+    for name in ("no_save_optim", "no_save_rng", "hybrid_context_parallel", "perform_rl_step", "use_megatron_fsdp"):
+        if getattr(args, name, False):
+            _refuse(f"--{name.replace('_', '-')}")
+    if getattr(args, "use_torch_fsdp2", False):
+        _refuse("--use-torch-fsdp2")
+    for name in ("fp8", "fp4", "optimizer_cpu_offload") if config.decide.snapshot_steps else ():
+        if getattr(args, name, None):
+            raise UsageError(
+                f"--{name.replace('_', '-')} with --stability-decide-snapshot-steps: a snapshot does not hold all of "
+                "its state; leave the snapshot out, and rewinds read a checkpoint"
+            )
+
+
+def _refuse(flag: str) -> None:
+    raise UsageError(
+        f"{flag}: a rewind within the process can't put this back; drop the flag, or give --stability-decide-rewind "
+        "restart"
+    )

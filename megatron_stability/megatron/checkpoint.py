@@ -46,6 +46,8 @@ class Checkpoints:
         self._ckpt_step: Any = None
         self._loaded_rank_state: dict[str, Any] | None = None
         self._loaded = False
+        self._chosen: Manifest | None = None  # by a rewind: the next load takes it
+        self._suspect: tuple[int, str] | None = None  # the step whose save is evidence only, and why
 
     @property
     def _on(self) -> bool:
@@ -87,6 +89,11 @@ class Checkpoints:
         """Whether the tracker file is ours to move: it names a step only after that step's marker."""
         return self._on
 
+    def settle(self) -> None:
+        """Collective: every save that was begun is complete, or known not to be, when this returns."""
+        self.close()
+        dist.barrier()
+
     def close(self) -> None:
         """Wait for a completion that still runs."""
         if self._completing is not None:
@@ -94,12 +101,23 @@ class Checkpoints:
             self._completing = None
             self._raise_what_a_thread_raised()
 
-    def halted(self, step: int, reason: str) -> None:
-        """Mark what was saved in the last `suspect_steps` steps before a halt."""
+    def halted(self, step: int, reason: str) -> bool:
+        """Mark what was saved in the last `suspect_steps` steps before a halt. Collective.
+
+        Returns:
+            Whether a last checkpoint is to be saved: there is none of the last step that stands. It will be suspect.
+        """
+        if not (self._on and self._args.save):
+            return False
+        root, last = Path(self._args.save), int(self._args.curr_iteration)
+        resume.from_rank_0(lambda: self._mark_suspects(root, step, reason))
+        saved = resume.from_rank_0(lambda: last == 0 or (generations.folder_of(root, last) / manifest.MARKER).exists())
+        self._suspect = (last, f"the last step before a halt in step {step}: {reason}")
+        return not saved
+
+    def _mark_suspects(self, root: Path, step: int, reason: str) -> None:
         window = self._config.checkpoint.suspect_steps
-        if not (self._on and window and self._args.save and dist.get_rank() == 0):
-            return
-        for each in generations.candidates(Path(self._args.save)):
+        for each in generations.candidates(root) if window else ():
             if each.step > step - window:
                 generations.mark_suspect(each.folder, f"saved {step - each.step} steps before a halt: {reason}")
                 print_rank_0(f"> megatron-stability: {each.folder.name} is marked suspect")
@@ -180,9 +198,15 @@ class Checkpoints:
         """Manifest, marker, tracker, retention, in this order."""
         if bad_tensor is not None:
             generations.mark_suspect(folder, f"{bad_tensor} held NaN or Inf when it was saved")
+        suspect = self._suspect is not None and self._suspect[0] == whole.step
+        if suspect and self._suspect is not None:
+            generations.mark_suspect(folder, self._suspect[1])
         manifest.write(folder, whole)
         if bad_tensor is not None:
             raise UsageError(f"{bad_tensor} holds NaN or Inf; the checkpoint is kept as suspect")
+        if suspect:
+            print(f"> megatron-stability: {folder.name} is kept as suspect", flush=True)
+            return
         generations.write_tracker(folder.parent, whole.step)
         if self._config.checkpoint.keep:
             for gone in generations.retire(folder.parent, self._config.checkpoint.keep):
@@ -203,7 +227,8 @@ class Checkpoints:
         if not self._on or load_dir is None:
             return
         self._ckpt_step = getattr(self._args, "ckpt_step", None)
-        self._resumed = resume.choose(Path(load_dir), self._args, self._config.checkpoint)
+        self._resumed = self._chosen or resume.choose(Path(load_dir), self._args, self._config.checkpoint)
+        self._chosen = None
         if self._resumed is None:
             return
         optimizer_state.give_empty_state(optimizer)
@@ -211,6 +236,11 @@ class Checkpoints:
         if not self._args.finetune:
             resume.refuse_changes(self._resumed, self._args, self._hashes, self._config.checkpoint)
         self._args.ckpt_step = self._resumed.step
+
+    def choose_older(self, back: int, sample: int) -> Manifest | None:
+        """As `resume.choose_older` in `--save`; the next load takes what was chosen. Collective."""
+        self._chosen = resume.choose_older(Path(self._args.save), back, sample, self._config.checkpoint)
+        return self._chosen
 
     def load_state(self, state_dict: dict[str, Any]) -> None:
         """`load_checkpoint`, once the state dict is read."""

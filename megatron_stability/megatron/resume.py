@@ -63,6 +63,32 @@ def choose(root: Path, args: Namespace, config: Checkpoint) -> Manifest | None:
     return None
 
 
+def choose_older(root: Path, back: int, sample: int, config: Checkpoint) -> Manifest | None:
+    """The checkpoint to go back to. Collective, as `choose`.
+
+    Args:
+        root: `--save`.
+        back: 1 for the newest that qualifies, 2 for the one before it, and so on; a corrupt one is passed over.
+        sample: it may not have consumed this sample or a later one.
+        config: `threads`.
+
+    Returns:
+        Its manifest; None where there is none so far back.
+    """
+    for step in from_rank_0(lambda: _complete_before(root, sample))[back - 1 :]:
+        folder = generations.folder_of(root, step)
+        problem = _verify_together(folder, config.threads)
+        if problem is None:
+            return manifest.read(folder)
+        print_rank_0(f"> megatron-stability: {folder.name} is corrupt: {problem}; it is not gone back to")
+    return None
+
+
+def _complete_before(root: Path, sample: int) -> list[int]:
+    found = generations.candidates(root)
+    return [each.step for each in found if each.manifest is not None and each.manifest.samples <= sample]
+
+
 def _listed(root: Path, ckpt_step: int | None) -> list[Listed]:
     if ckpt_step:
         folder = generations.folder_of(root, ckpt_step)

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 from argparse import Namespace
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -27,12 +26,14 @@ from megatron_stability import detect
 from megatron_stability.act.scale import Scale
 from megatron_stability.config import StabilityConfig
 from megatron_stability.decide.policy import TablePolicy
-from megatron_stability.errors import EXIT_HALTED, UsageError
-from megatron_stability.megatron import install_digest, optimizer_state, weight_hooks
+from megatron_stability.errors import EXIT_HALTED, EXIT_REWIND, UsageError
+from megatron_stability.megatron import incident, install_digest, optimizer_state, weight_hooks
+from megatron_stability.megatron.batch_monitor import skip_ahead
 from megatron_stability.megatron.checkpoint import Checkpoints
 from megatron_stability.megatron.held_out import HeldOutHook
 from megatron_stability.megatron.model import init
 from megatron_stability.megatron.model.loss import HeadLoss, LogZHook, real_vocab_size
+from megatron_stability.megatron.rewind import Rewinds
 from megatron_stability.megatron.sinks import MegatronWriters
 from megatron_stability.observe.reduction import LocalSignals, Reduction, chained
 from megatron_stability.pipeline import Pipeline, Sink
@@ -68,13 +69,14 @@ class Runtime:
         assert config.mode != "off", "mode off installs no runtime"
         self.config = config
         self.checkpoints = Checkpoints(config, args)
+        self.rewinds = Rewinds(config, args, self.checkpoints)
         self._args = args
         self.sinks: list[Sink] = []
         self._ledger: Ledger | None = None
         self._reduction: Reduction | None = None
         self._forward_state: optimizer_state.ForwardState | None = None
         self._weight_hooks: list[weight_hooks.WeightHook] = []
-        self._hook_states: dict[str, Any] = {}  # from the checkpoint, until the hooks are there
+        self._saved: dict[str, Any] = {}  # our state in the checkpoint, until training begins
         self._scales = {action: Scale() for action in SCALED}
         self._scaled_groups = optimizer_state.ScaledGroups()
         self._log_z: LogZHook | None = None
@@ -85,7 +87,8 @@ class Runtime:
         self._step: tuple[StepRecord, Decision] | None = None
         self._incidents = 0
         self._history = 0  # of this process: ranks begin alike
-        self._next_sample = self._last_step = 0
+        self._ahead: StepRecord | None = None  # with the score of the batch after it
+        self._evidence: dict[str, torch.Tensor] = {}  # of the step that is not applied, for its bundle
         self._pipeline: Pipeline[LocalSignals] = Pipeline(
             observe=self._observe,
             detectors=detect.build(config.detect),
@@ -117,20 +120,24 @@ class Runtime:
 
     def train_begins(self, model: list[Any], optimizer: Any, opt_param_scheduler: Any) -> None:
         """Collective: ranks compare what is installed, then the ledger opens at the resumed step."""
-        args = self._args
-        del opt_param_scheduler
         self.checkpoints.train_begins(model, optimizer)
         device = torch.device("cuda", torch.cuda.current_device()) if _on_gpu() else torch.device("cpu")
         group = dist.group.WORLD
         self.model, self.optimizer = model, optimizer
         install_digest.compare(group, self.config, complaint=self._make_hooks(device) or self._open_ledger())
+        self.rewinds.train_begins(
+            (model, optimizer, opt_param_scheduler),
+            self.ledger_folder(),
+            self._saved.get("pass_over"),
+            self._pipeline.policy,
+            self._scales,
+        )
         for hook in self._weight_hooks:
             hook.train_begins()
         extra = {name: how for hook in self._weight_hooks for name, how in hook.signals.items()}
         self._reduction = Reduction(group, device, extra)
-        self._say_what_is_silent(self._reduction.signals)
+        weight_hooks.say_what_is_silent(self._args, self._pipeline.detectors, self._reduction.signals)
         self._forward_state = optimizer_state.ForwardState(model)
-        self._next_sample, self._last_step = args.consumed_train_samples, args.iteration
         self.sinks.append(MegatronWriters(enabled=self.config.record.tensorboard))
         print_rank_last(f"> megatron-stability: mode {self.config.mode}, ledger in {self.ledger_folder()}")
 
@@ -138,11 +145,12 @@ class Runtime:
         """The complaint, if this rank has a layer that can't be hooked, is for every rank to raise."""
         model = self.config.model
         try:
+            where, data = self.ledger_folder(), self.rewinds.data
             self._weight_hooks = weight_hooks.build(
-                self.config, self.model, self.optimizer, device, self.ledger_folder(), self._args
+                self.config, self.model, self.optimizer, device, where, self._args, data
             )
-            for hook in self._stateful_hooks() if self._args.iteration > 0 else ():
-                hook.load_state_dict(self._hook_states.get(hook.checkpoint_key))
+            if self._args.iteration > 0:
+                self._load_hook_states()
             if model.changes_loss:
                 speaks = parallel_state.get_tensor_model_parallel_rank() == 0
                 self._log_z = LogZHook(self.head_loss, model.z_loss, speaks)
@@ -151,12 +159,6 @@ class Runtime:
         except UsageError as error:
             return str(error)
         return None
-
-    def _say_what_is_silent(self, available: Collection[str]) -> None:
-        silent = detect.signals.silent(self._pipeline.detectors, available)
-        if silent and self.rank == 0:
-            lacking = ", ".join(f"{name} ({', '.join(missing)})" for name, missing in silent.items())
-            print(f"> megatron-stability: detectors without their signals in this run: {lacking}", flush=True)
 
     def _report_initial_deviations(self) -> None:
         """A table from one rank of each pipeline stage, before the first step of a new run."""
@@ -182,6 +184,7 @@ class Runtime:
                 limits=self.config.record,
                 context=self._bundle_context(),
                 generation=lambda: self._ledger.generation if self._ledger is not None else 0,
+                tensors=lambda record: self._evidence,
             )
         except UsageError as error:
             return str(error)
@@ -198,7 +201,6 @@ class Runtime:
         """Wait for a checkpoint that is being completed, and close the ledger."""
         self.checkpoints.close()
         if self._ledger is not None:
-            self._note_samples_that_megatron_passed_over()
             self._ledger.close()
             self._ledger = None
 
@@ -210,6 +212,16 @@ class Runtime:
             if isinstance(hook, HeldOutHook):
                 hook.evaluated(suffix, losses)
 
+    def passes_over(self, data_iterator: Any) -> bool:
+        """Draw and drop a step's samples if they are not to be trained on; the same on every rank."""
+        self._step = None
+        self.rewinds.step_begins(self._own_state)
+        decision = skip_ahead(self._pipeline, self._ahead, self._args.consumed_train_samples, self.rewinds.pass_over)
+        if decision is not None:
+            self._incidents += 1
+            print_rank_last(f" stability: step {decision.step} SKIP, not computed: {decision.reason}")
+        return self.rewinds.passes_over(data_iterator, self.sinks)
+
     def step_begins(self) -> None:
         """Keep what a forward and backward will change and a skip must put back."""
         assert self._forward_state is not None, "train_begins was not called: is patch 006-train-loop applied?"
@@ -218,7 +230,6 @@ class Runtime:
         self._step = None
         for hook in self._weight_hooks:
             hook.step_begins(self._args.curr_iteration + 1)
-        self._note_samples_that_megatron_passed_over()
 
     def losses_ready(self, losses_reduced: Sequence[dict[str, Any]]) -> None:
         """Keep this rank's micro-batch losses if it is the one that speaks for them, and look at its gradients."""
@@ -248,15 +259,17 @@ class Runtime:
         if not decision.updates_weights:
             assert self._forward_state is not None
             self._forward_state.restore()
+            if self.config.record.batch and self.config.record.max_bundles:
+                self._evidence = incident.evidence(self.rewinds.data, record)
         elif not update_successful:
             reason = "the loss scaler backed off" if record.overflow else "Megatron itself withheld the update"
             decision = dataclasses.replace(decision, action=Action.SKIP, reason=reason)
             self._step = record, decision
-        if decision.action is not Action.HALT:  # a halted step is not consumed: a resume reads its samples again
-            self._next_sample, self._last_step = record.last_sample, record.step
         self._history = chained(self._history, record, decision)
+        self._ahead = record
         tables = [hook.update_done(record, decision.updates_weights) for hook in self._weight_hooks]
         self._pipeline.finish(record, decision)
+        self._evidence = {}
         for table in filter(None, tables):
             for sink in self.sinks:
                 if isinstance(sink, weight_hooks.TableSink):
@@ -266,11 +279,24 @@ class Runtime:
             print_rank_last(f" stability: step {record.step} {_verb(decision)}: {decision.reason}")
 
     def exit_after_step(self, should_checkpoint: bool, should_exit: bool, exit_code: int) -> tuple[bool, bool, int]:
-        """A halt leaves the loop before the step is counted; the last good checkpoint stays the newest."""
-        if self._step is not None and self._step[1].action is Action.HALT:
-            self.checkpoints.halted(self._step[0].step, self._step[1].reason)
-            return False, True, EXIT_HALTED
-        return should_checkpoint, should_exit, exit_code
+        """A halt leaves the loop before the step is counted; the last good checkpoint stays the newest. Collective."""
+        if self._step is None or self._step[1].action not in (Action.REWIND, Action.HALT):
+            return should_checkpoint, should_exit, exit_code
+        record, decision = self._step
+        reason = decision.reason
+        if decision.action is Action.REWIND:
+            outcome = self.rewinds.carry_out(record, decision, self._load_own_state)
+            if outcome == "rewound":
+                self._load_hook_states()
+                if self._ledger is not None:
+                    self._ledger.rewind(self._args.iteration, self._args.consumed_train_samples, reason)
+                return False, False, 0
+            if outcome == "restart":
+                return False, True, EXIT_REWIND
+            reason = f"there is no complete checkpoint to rewind to; {reason}"
+            print_rank_last(f" stability: step {record.step} HALT: {reason}")
+        self.rewinds.halted(record.step, reason)
+        return self.checkpoints.halted(record.step, reason), True, EXIT_HALTED
 
     def log_string(self) -> str:
         """Fields for Megatron's log line."""
@@ -283,10 +309,7 @@ class Runtime:
 
     def add_checkpoint_state(self, state_dict: dict[str, Any]) -> None:
         """One JSON string: equal on all ranks, and nothing that a weights_only load refuses."""
-        scales = {action.value: scale.state_dict() for action, scale in self._scales.items()}
-        hooks = {hook.checkpoint_key: hook.state_dict() for hook in self._stateful_hooks()}
-        state = self._pipeline.state_dict() | {"scales": scales, "hooks": hooks}
-        state_dict[STATE_KEY] = json.dumps(state, allow_nan=False)
+        state_dict[STATE_KEY] = json.dumps(self._own_state(), allow_nan=False)
         self.checkpoints.add_state(state_dict)
         if self._ledger is not None:
             self._ledger.flush()
@@ -298,11 +321,23 @@ class Runtime:
         if state is None:
             print_rank_last("> megatron-stability: the checkpoint has no detector state; baselines start afresh")
         else:
-            saved = json.loads(state)
-            self._pipeline.load_state_dict(saved)
-            self._hook_states = saved.get("hooks", {})
-            for action, scale in self._scales.items():
-                scale.load_state_dict(saved["scales"][action.value])
+            self._load_own_state(json.loads(state))
+
+    def _own_state(self) -> dict[str, Any]:
+        scales = {action.value: scale.state_dict() for action, scale in self._scales.items()}
+        hooks = {hook.checkpoint_key: hook.state_dict() for hook in self._stateful_hooks()}
+        own = {"scales": scales, "hooks": hooks, "pass_over": self.rewinds.pass_over.state_dict()}
+        return self._pipeline.state_dict() | own
+
+    def _load_own_state(self, saved: dict[str, Any]) -> None:
+        self._saved = saved
+        self._pipeline.load_state_dict(saved)
+        for action, scale in self._scales.items():
+            scale.load_state_dict(saved["scales"][action.value])
+
+    def _load_hook_states(self) -> None:
+        for hook in self._stateful_hooks():
+            hook.load_state_dict(self._saved.get("hooks", {}).get(hook.checkpoint_key))
 
     def _stateful_hooks(self) -> list[weight_hooks.StatefulHook]:
         return [hook for hook in self._weight_hooks if isinstance(hook, weight_hooks.StatefulHook)]
@@ -328,25 +363,6 @@ class Runtime:
             history=self._history,
             extra={name: value for hook in self._weight_hooks for name, value in hook.observe().items()},
         )
-
-    def _note_samples_that_megatron_passed_over(self) -> None:
-        """`--iterations-to-skip` moves the cursor without a step; those samples get their fate here."""
-        samples = self._args.consumed_train_samples - self._next_sample
-        if samples == 0:
-            return
-        record = StepRecord(
-            step=self._last_step + max(1, samples // get_current_global_batch_size()),
-            first_sample=self._next_sample,
-            samples=samples,
-            tokens=0.0,
-            loss=math.nan,
-            grad_norm=math.nan,
-        )
-        reason = "--iterations-to-skip"
-        decision = Decision(step=record.step, action=Action.SKIP, advised=Action.SKIP, reason=reason)
-        for sink in self.sinks:
-            sink.write(record, decision)
-        self._next_sample, self._last_step = record.last_sample, record.step
 
     def _bundle_context(self) -> Context:
         info = self._run_info()

@@ -3,7 +3,9 @@
 Importing this module costs nothing: no torch, no megatron. The calls stand in `patches/`; their order in a step:
 
     step_begins, (forward with language_model_loss, backward), losses_ready,
-    update_allowed, (optimizer), update_done, exit_after_step
+    update_allowed, (optimizer), update_done, exit_after_step, rewound
+
+or, for a step whose samples are passed over, passes_over alone.
 
 """
 
@@ -100,6 +102,17 @@ def train_begins(model: list[Any], optimizer: Any, opt_param_scheduler: Any) -> 
             _runtime.train_begins(model, optimizer, opt_param_scheduler)
 
 
+def data_ready(provider: Any, loaders: tuple[Any, Any, Any], train: Any, valid: Any) -> None:
+    """`build_train_valid_test_data_iterators`, at its end, once for each model chunk."""
+    if _runtime is not None:
+        _runtime.rewinds.data.ready(provider, loaders, train, valid)
+
+
+def passes_over(data_iterator: Any) -> bool:
+    """`train_step`, before anything: whether the step's samples were drawn and dropped. The same on every rank."""
+    return _runtime is not None and _runtime.passes_over(data_iterator)
+
+
 def step_begins() -> None:
     """`train_step`, before forward and backward."""
     if _runtime is not None:
@@ -127,7 +140,13 @@ def exit_after_step(should_checkpoint: bool, should_exit: bool, exit_code: int) 
     """`train`, after `train_step`: what Megatron wants, or our own halt."""
     if _runtime is None:
         return should_checkpoint, should_exit, exit_code
-    return _runtime.exit_after_step(should_checkpoint, should_exit, exit_code)
+    with _one_sentence(_runtime.rank):
+        return _runtime.exit_after_step(should_checkpoint, should_exit, exit_code)
+
+
+def rewound(operations: int) -> tuple[int, int] | None:
+    """`train`, right after: the iteration, and its floating-point operations so far, at which the loop goes on."""
+    return None if _runtime is None else _runtime.rewinds.go_on(operations)
 
 
 def evaluated(suffix: str, total_loss_dict: dict[str, Any]) -> None:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 
 from megatron_stability.config import StabilityConfig
+from megatron_stability.detect.base import Detector
+from megatron_stability.detect.signals import silent
 from megatron_stability.megatron import qk_clip, replicas
 from megatron_stability.megatron.batch_monitor import BatchHook
+from megatron_stability.megatron.data_iterators import DataIterators
 from megatron_stability.megatron.fp8_hook import Fp8Hook
 from megatron_stability.megatron.held_out import HeldOutHook
 from megatron_stability.megatron.model.embedding_clip import EmbeddingClipHook
@@ -66,7 +69,13 @@ class TableSink(Protocol):
 
 
 def build(
-    config: StabilityConfig, model: Sequence[Any], optimizer: Any, device: torch.device, folder: Path, args: Namespace
+    config: StabilityConfig,
+    model: Sequence[Any],
+    optimizer: Any,
+    device: torch.device,
+    folder: Path,
+    args: Namespace,
+    data: DataIterators,
 ) -> list[WeightHook]:
     """The hooks that the configuration asks for. No collective, so that a rank may fail alone and say so.
 
@@ -74,6 +83,8 @@ def build(
         UsageError: a layer of this rank can't be measured or clipped; names it.
     """
     hooks = _observers(config, model, optimizer, device, args)
+    if config.observe.batch.enabled and not _graphs(args):
+        hooks.append(BatchHook(config.observe.batch.ngram, model, device, data))
     if qk_clip.wanted(config):
         hooks.append(qk_clip.AttentionHook(config, model, optimizer, device))
     if config.model.embedding_norm_clip is not None:
@@ -93,12 +104,18 @@ def say(args: Namespace, what: str) -> None:
         print(f"> megatron-stability: {what}", flush=True)
 
 
+def say_what_is_silent(args: Namespace, detectors: Sequence[Detector], available: Collection[str]) -> None:
+    """One line on the detectors whose signals no hook of this run measures."""
+    if lacking := silent(detectors, available):
+        names = ", ".join(f"{name} ({', '.join(missing)})" for name, missing in lacking.items())
+        say(args, f"detectors without their signals in this run: {names}")
+
+
 def _observers(
     config: StabilityConfig, model: Sequence[Any], optimizer: Any, device: torch.device, args: Namespace
 ) -> list[WeightHook]:
     """What only measures. The fixed micro-batch comes first: the others forget what they saw of it."""
     observe, sharded = config.observe, bool(getattr(args, "use_megatron_fsdp", False) or args.use_torch_fsdp2)
-    graphs = getattr(args, "cuda_graph_impl", "none")
     hooks: list[WeightHook] = []
     if sharded:
         say(args, "FSDP keeps parts of weights and gradients in its own way: no norms of them, no digests of replicas")
@@ -107,17 +124,17 @@ def _observers(
     hooks.append(StepHook(float(optimizer.config.clip_grad)))
     if not sharded:
         hooks.append(NormsHook(observe.norms, model, optimizer, args))
-    if graphs != "none":
-        say(
-            args, f"--cuda-graph-impl {graphs}: a replayed graph calls no hook, so batches and experts are not observed"
-        )
+    if _graphs(args):
+        say(args, "--cuda-graph-impl: a replayed graph calls no hook, so batches and experts are not observed")
     elif args.num_experts and observe.moe.every:
         hooks.append(MoeHook(observe.moe.every, model))
-    if graphs == "none" and observe.batch.enabled:
-        hooks.append(BatchHook(observe.batch.ngram, model))
     if args.do_valid:
         hooks.append(HeldOutHook(args))
     return hooks
+
+
+def _graphs(args: Namespace) -> bool:
+    return bool(getattr(args, "cuda_graph_impl", "none") != "none")
 
 
 def refuse_what_cannot_work(config: StabilityConfig, args: Namespace) -> None:

@@ -28,7 +28,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from megatron_stability.config import Record
 from megatron_stability.errors import UsageError
 from megatron_stability.record.entries import StepEntry, step_entry, strict
-from megatron_stability.records import Decision, StepRecord
+from megatron_stability.records import PASSED_OVER, Decision, StepRecord
 
 if TYPE_CHECKING:
     import torch
@@ -114,7 +114,8 @@ class Bundles:
             UsageError: the bundle can't be written; nothing of it is left.
         """
         generation = self._generation()
-        if not decision.updates_weights and self._limits.max_bundles:
+        incident = not decision.updates_weights and PASSED_OVER not in decision.parameters
+        if incident and self._limits.max_bundles:
             try:
                 self._put(record, decision, generation)
                 self._prune()

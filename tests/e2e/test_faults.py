@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_stability.records import Decision, StepRecord
+from megatron_stability.record import bundle
+from megatron_stability.records import Action, Decision, StepRecord
 from tests.dist.pool import Pool
 from tests.e2e import artifacts, jobs
 
@@ -150,3 +151,26 @@ def test_an_overflow_of_the_loss_scaler_is_seen_alike(pools: dict[tuple[str, str
     assert [row[:4] for row in seen[0]] == [row[:4] for row in seen[1]]
     assert [row[1] for row in seen[0]] == ["skip"] * 3
     assert all(row[4] == () for rank in seen for row in rank[1:])
+
+
+class Samples(Watch):
+    """Probe: what the data set holds at a skipped step's sample indexes, on rank 0."""
+
+    def write(self, record: StepRecord, decision: Decision) -> None:
+        if decision.action is Action.SKIP and torch.distributed.get_rank() == 0:
+            dataset = self._runtime.rewinds.data.first.iterable._dataset
+            samples = [dataset[i]["tokens"] for i in range(record.first_sample, record.last_sample)]
+            self.seen = torch.stack(samples).tolist()
+
+
+def test_the_bundle_of_a_skip_holds_its_samples_in_order_and_its_generators(
+    pools: dict[tuple[str, str], Pool], tmp_path: Any
+) -> None:
+    flags = (*jobs.SHARDED, "--micro-batch-size", "1", "--stability-mode", "act", "--train-iters", "3")
+    fault = ("--drill-fault", "nan:step=3,rank=1", "--stability-record-dir", str(tmp_path))
+    results = pools["0.19.2", "patched"].run(jobs.train, (*flags, *fault), Samples(), world=2, timeout=240)
+    (path,) = bundle.bundles(tmp_path)
+    tensors = bundle.read_tensors(path)
+    assert tensors["tokens"].tolist() == results[0][1]
+    assert tensors["sample_ids"].tolist() == [8, 9, 10, 11]
+    assert {f"rng.{rank}.{name}" for rank in (0, 1) for name in ("torch", "device")} <= set(tensors)

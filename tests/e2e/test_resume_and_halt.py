@@ -12,7 +12,7 @@ import torch
 
 from megatron_stability.act import fates
 from megatron_stability.errors import EXIT_HALTED
-from megatron_stability.record import entries
+from megatron_stability.record import entries, generations
 from megatron_stability.records import Decision, StepRecord
 from tests.dist.pool import Pool, RankDied
 from tests.e2e import jobs
@@ -103,7 +103,8 @@ def test_too_many_skips_halt_every_rank_and_the_last_checkpoint_goes_on(pool: Po
     seen = _train(pool, _flags(tmp_path, 12, *budget, *_faults("inf", 6, 7, 8)), code=EXIT_HALTED)
     assert [row[1] for row in seen] == ["apply"] * 5 + ["skip", "skip", "halt"]
     assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "4"
-    assert sorted(path.name for path in tmp_path.glob("iter_*")) == ["iter_0000004"]
+    states = {each.folder.name: each.state for each in generations.generations(tmp_path)}
+    assert states == {"iter_0000004": "complete", "iter_0000007": "suspect"}  # the last step that stands, as evidence
     seen = _train(pool, _flags(tmp_path, 12, *budget, "--load", str(tmp_path)))
     assert [row[:2] for row in seen] == [(step, "apply") for step in range(5, 13)]
     view = entries.read(tmp_path / "stability")

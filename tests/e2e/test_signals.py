@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -172,18 +173,31 @@ def test_a_rank_that_computes_wrong_but_finite_values_is_named(
     assert losses[0] == losses[1]
 
 
-def test_a_bad_batch_is_skipped_by_its_data(pools: dict[tuple[str, str], Pool], tmp_path: Path) -> None:
-    """A page of one phrase, by thresholds from the run's own first batches; its samples' fate says why."""
+@pytest.mark.parametrize("layout", [jobs.PP2, jobs.VPP2, jobs.SHARDED], ids=["pp2", "vpp2", "dp2"])
+def test_a_bad_batch_is_skipped_by_its_data_without_compute(
+    pools: dict[tuple[str, str], Pool], tmp_path: Path, layout: tuple[str, ...]
+) -> None:
+    """By thresholds from the run's own first batches, with its score in the record of the step before."""
+    texts = {"train": "".join(f"{i * i * 7919} words of {i % 17} kinds; " for i in range(900))}
+    page = "all work and no play makes jack a dull boy. " * 40
+    texts["train"] = texts["train"][:9000] + page + texts["train"][9000:]
+    (tmp_path / "train.txt").write_text(texts["train"], encoding="utf-8")
+    prepare([tmp_path / "train.txt"], tmp_path / "train", Options())
     rules = tmp_path / "rules.yaml"
     rules.write_text("decide: {rules: [{detector: bad_batch, tier: medium, action: skip}]}", encoding="utf-8")
     flags = ("--stability-config", str(rules), "--stability-detect-bad-batch-calibration-steps", "10")
-    fault = ("--drill-fault", "page:step=13", "--train-iters", "14")
-    seen = _run(pools["0.19.2", "patched"], tmp_path, 2, Norms(), *jobs.PP2, *flags, *fault)
+    data = ("--train-data-path", str(tmp_path / "train"), "--vocab-size", "257", "--split", "100,0,0")
+    seen = _run(pools["0.19.2", "patched"], tmp_path, 2, Norms(), *layout, *flags, *data, "--train-iters", "60")
     assert [row.reason for row in seen[0]] == [row.reason for row in seen[1]]
-    fates = [step.fate for step in entries.read(tmp_path).steps]
-    assert fates == ["trained"] * 12 + ["skipped", "trained"]
-    assert "bad_batch" in entries.read(tmp_path).steps[12].reason
-    assert "repeated n-grams" in entries.read(tmp_path).steps[12].reason
+    steps = entries.read(tmp_path).steps
+    bad = [step for step in steps if step.fate == "skipped"]
+    assert bad
+    assert all("bad_batch" in step.reason and step.tokens == 0 for step in bad), "tokens are counted in a forward only"
+    for before, step in pairwise(steps):
+        if before.tokens and step.tokens:  # what was seen coming is what came
+            assert before.signals["data/next/repeated"] == step.signals["data/repeated"]
+            assert before.signals["data/next/entropy"] == step.signals["data/entropy"]
+    assert [step.first_sample for step in steps] == [4 * i for i in range(60)]
 
 
 def test_each_of_several_validation_sets_has_its_loss_in_the_ledger(
