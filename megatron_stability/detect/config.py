@@ -205,7 +205,7 @@ class BadBatch(Switch):
     """A batch unlike the run's own first ones: repeated n-grams, or few different tokens."""
 
     calibration_steps: int = Field(200, ge=10, description="first batches, which set the thresholds")
-    k: float = Field(8.0, gt=0, description="standard deviations of the calibration's scores")
+    k: float = Field(8.0, gt=0, description="robust standard deviations of the calibration's scores")
     floor: float = Field(0.5, gt=0, lt=1, description="no verdict below this score; 1: a row of one token")
     relearn_after: int = RELEARN
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+from statistics import median
 from typing import Any, ClassVar
 
 from megatron_stability.detect import config as c
@@ -16,8 +16,9 @@ class BadBatch(BaselineDetector):
     """A row of the batch that repeats itself, by thresholds from the run's first `calibration_steps` batches.
 
     The score is s = max((r - r̄) / (1 - r̄), 1 - h / h̄): r the largest share of repeated n-grams of a row and h the least
-    token entropy, r̄ and h̄ their means over the calibration; 0 is a usual batch, 1 a row of one token. The limit is the
-    larger of `floor` and mean + k·σ of the calibration's own scores. MEDIUM above it.
+    token entropy, r̄ and h̄ their medians over the calibration; 0 is a usual batch, 1 a row of one token. The limit is
+    the larger of `floor` and median + k·1.4826·MAD of the calibration's own scores, which a bad batch among them does
+    not move. MEDIUM above it.
     """
 
     name = "bad_batch"
@@ -73,12 +74,11 @@ class BadBatch(BaselineDetector):
         self.sample.append((repeated, entropy))
         if len(self.sample) < self.config.calibration_steps:
             return
-        count = len(self.sample)
-        means = tuple(math.fsum(column) / count for column in zip(*self.sample, strict=True))
-        found = [_score(*pair, *means) for pair in self.sample]
-        mean = math.fsum(found) / count
-        sigma = math.sqrt(math.fsum((score - mean) ** 2 for score in found) / count)
-        self.usual = means[0], means[1], max(self.config.floor, mean + self.config.k * sigma)
+        repeated, entropy = (median(column) for column in zip(*self.sample, strict=True))
+        found = [_score(*pair, repeated, entropy) for pair in self.sample]
+        middle = median(found)
+        spread = 1.4826 * median(abs(score - middle) for score in found)
+        self.usual = repeated, entropy, max(self.config.floor, middle + self.config.k * spread)
         self.sample = []
 
     def clear(self) -> None:

@@ -134,7 +134,7 @@ class Flip(Norms):
         if self._runtime.rank == self._rank and record.step == self._flip:
             weights = dict(self._runtime.model[0].named_parameters())
             weight = weights["module.module.decoder.layers.0.mlp.linear_fc1.weight"]
-            weight.data.view(-1)[:1].view(torch.int16).bitwise_xor_(1)
+            weight.data.view(-1)[:1].view(torch.int16).bitwise_xor_(1 << 6)
 
 
 def test_a_flipped_bit_of_a_weight_names_its_rank(pools: dict[tuple[str, str], Pool], tmp_path: Path) -> None:
@@ -178,10 +178,8 @@ def test_a_bad_batch_is_skipped_by_its_data_without_compute(
     pools: dict[tuple[str, str], Pool], tmp_path: Path, layout: tuple[str, ...]
 ) -> None:
     """By thresholds from the run's own first batches, with its score in the record of the step before."""
-    texts = {"train": "".join(f"{i * i * 7919} words of {i % 17} kinds; " for i in range(900))}
-    page = "all work and no play makes jack a dull boy. " * 40
-    texts["train"] = texts["train"][:9000] + page + texts["train"][9000:]
-    (tmp_path / "train.txt").write_text(texts["train"], encoding="utf-8")
+    text = "".join(f"{i * i * 7919} words of {i % 17} kinds; " for i in range(900))
+    (tmp_path / "train.txt").write_text(text[:9000] + "na " * 600 + text[9000:], encoding="utf-8")
     prepare([tmp_path / "train.txt"], tmp_path / "train", Options())
     rules = tmp_path / "rules.yaml"
     rules.write_text("decide: {rules: [{detector: bad_batch, tier: medium, action: skip}]}", encoding="utf-8")

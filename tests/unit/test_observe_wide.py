@@ -124,9 +124,9 @@ def test_a_repeated_page_is_a_bad_batch_by_the_runs_own_first_batches() -> None:
         names = ("data/repeated", "data/entropy")
         return step(number, signals=dict(zip(names, scores(tokens, 8).tolist(), strict=True)))
 
-    bad = {230, 400}
+    bad = {7, 8, 230, 400}  # the first two are in the calibration
     detector = Detector(BadBatch(calibration_steps=100), Early())
-    assert flagged(feed(detector, [record(i, page=i in bad) for i in range(1, 601)])) == sorted(bad)
+    assert flagged(feed(detector, [record(i, page=i in bad) for i in range(1, 601)])) == [230, 400]
     other = Detector(BadBatch(calibration_steps=100), Early())
     other.load_state_dict(detector.state_dict())
     assert other.inspect(record(601, page=True)) is not None
