@@ -33,7 +33,8 @@ class BadBatch(BaselineDetector):
 
     def value(self, record: StepRecord) -> float | None:
         """The score s; 0 until calibrated."""
-        repeated, entropy = (record.signals.get(name) for name in self.requires)
+        signals = record.signals
+        repeated, entropy = signals.get("data/repeated"), signals.get("data/entropy")
         if repeated is None or entropy is None:
             return None
         return 0.0 if self.usual is None else _score(repeated, entropy, *self.usual[:2])

@@ -133,8 +133,7 @@ class Fp8Limit(Limit):
     def inspect(self, record: StepRecord) -> Verdict | None:
         """See `Limit`."""
         verdict = super().inspect(record)
-        at = record.signals.get(f"{self.requires[0]}/at")
-        if verdict is None or at is None:
+        if verdict is None or (at := record.signals.get(f"{self.requires[0]}/at")) is None:
             return verdict
         return replace(verdict, reason=f"{verdict.reason}: {Site.at(at)}")
 
