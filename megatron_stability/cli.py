@@ -5,6 +5,8 @@ Importing this module pulls in neither torch nor Megatron, so that `--help` answ
 
 import difflib
 import importlib
+import os
+import select
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,6 +16,7 @@ from megatron_stability.errors import EXIT_FINE, EXIT_UNUSABLE, UsageError
 
 PROGRAM = "megatron-stability"
 EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells report it
+EXIT_UNREAD = 141  # 128 + SIGPIPE
 
 
 @dataclass(frozen=True)
@@ -118,7 +121,18 @@ def call(command: Command, argv: list[str]) -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns the exit code; `argv` defaults to the process's arguments."""
-    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        code = _run(list(sys.argv[1:] if argv is None else argv))
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:
+        if not _nobody_reads_stdout():
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # so that the interpreter's own flush at exit has where to go
+        return EXIT_UNREAD
+
+
+def _run(arguments: list[str]) -> int:
     if not arguments:
         print(usage(), file=sys.stderr)
         return EXIT_UNUSABLE
@@ -139,6 +153,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print(f"{prefix}: interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
+
+
+def _nobody_reads_stdout() -> bool:
+    """Whether standard output is a pipe whose reader is gone, as in `… | head`; other broken pipes are errors."""
+    poll = select.poll()
+    poll.register(1, 0)
+    return any(event & select.POLLERR for _, event in poll.poll(0))
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from megatron_stability.megatron import cpu
 from megatron_stability.records import Decision, StepRecord
-from tests.dist.pool import Context, Pool, torch_only
+from tests.dist.pool import Context, Pool, import_megatron, torch_only
 from tests.e2e import artifacts
 from tests.older_megatron import older_release
 
@@ -59,7 +59,7 @@ def _prepare(release: str | None, patched: bool) -> None:
         in_memory.install()
     cpu.install()
     importlib.import_module("torch.utils.tensorboard")
-    importlib.import_module("megatron_stability.megatron.pretrain")
+    import_megatron()
 
 
 def stock() -> None:

@@ -1,5 +1,6 @@
 """The command's table, exit codes and messages; no test here imports torch or Megatron in this process."""
 
+import os
 import subprocess
 import sys
 import types
@@ -88,4 +89,21 @@ def test_a_missing_extra_is_named_and_any_other_missing_module_is_a_programming_
     assert "pip install 'megatron-stability[megatron]'" in capsys.readouterr().err
     command(need("my_own_helpers"))
     with pytest.raises(ModuleNotFoundError, match="my_own_helpers"):
+        cli.main(["report"])
+
+
+def test_a_reader_that_leaves_early_is_no_error_and_any_other_broken_pipe_is(command):
+    read, write = os.pipe()
+    os.close(read)  # the reader is gone before the first word
+    shown = subprocess.run(
+        [sys.executable, "-m", "megatron_stability.cli", "--help"], stdout=write, stderr=subprocess.PIPE, timeout=60
+    )
+    os.close(write)
+    assert (shown.returncode, shown.stderr) == (cli.EXIT_UNREAD, b"")
+
+    def other(argv):
+        raise BrokenPipeError("a worker's")
+
+    command(other)
+    with pytest.raises(BrokenPipeError, match="a worker's"):
         cli.main(["report"])
