@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from megatron.core.num_microbatches_calculator import get_current_global_batch_size, get_num_microbatches
@@ -19,11 +19,13 @@ from megatron.core.utils import unwrap_model
 
 from megatron_stability.act.pass_over import PassOver
 from megatron_stability.detect.data import AHEAD, BadBatch
-from megatron_stability.megatron.data_iterators import DataIterators
 from megatron_stability.observe.batch import SIGNALS, scores
 from megatron_stability.observe.reduction import Combine
 from megatron_stability.pipeline import Pipeline
 from megatron_stability.records import Action, Decision, StepRecord
+
+if TYPE_CHECKING:
+    from megatron_stability.megatron.data_iterators import DataIterators
 
 
 class LookAhead:
@@ -127,9 +129,10 @@ def skip_ahead(pipeline: Pipeline[Any], seen: StepRecord | None, first: int, pas
         return None
     if (verdict := detector.ahead(seen)) is None:
         return None
-    nothing = {"tokens": 0.0, "loss": math.nan, "grad_norm": math.nan}
     samples = get_current_global_batch_size()
-    record = StepRecord(step=seen.step + 1, first_sample=first, samples=samples, **nothing)
+    record = StepRecord(
+        step=seen.step + 1, first_sample=first, samples=samples, tokens=0.0, loss=math.nan, grad_norm=math.nan
+    )
     decision = pipeline.policy.decide(record, [verdict])
     if decision.action is not Action.SKIP:
         return None
