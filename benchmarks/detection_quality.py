@@ -10,6 +10,7 @@ applied (`observe`), and, but for stock's and ZClip's, loss and gradient norm al
 
     ours           every detector at its defaults, any verdict from WATCH up
     mu + 3 sigma   loss or norm above mean + 3 standard deviations of its last 100 values
+    mu + 6 sigma   the same with fewer false alarms
     10 x max       stock Megatron's check for spiky losses: loss of at least 10 x the largest of the first 100 steps
     ZClip          norm with z > 2.5 against exponential moving averages (alpha 0.97, 25 steps of warm-up); a flagged
                    norm enters the averages clipped
@@ -22,6 +23,7 @@ import json
 import math
 import sys
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 
 from megatron_stability.detect import build
@@ -48,13 +50,13 @@ def ours() -> Rule:
     return alert
 
 
-def three_sigma() -> Rule:
-    """Mean + 3 standard deviations of everything seen."""
+def sigmas(k: float) -> Rule:
+    """Mean + k standard deviations of everything seen."""
     windows = Window(100), Window(100)
 
     def alert(record: StepRecord) -> bool:
         values = record.loss, record.grad_norm
-        high = [len(w) >= 50 and x > w.mean + 3 * w.std for w, x in zip(windows, values, strict=True)]
+        high = [len(w) >= 50 and x > w.mean + k * w.std for w, x in zip(windows, values, strict=True)]
         for window, value in zip(windows, values, strict=True):
             window.push(value)
         return any(high)
@@ -100,7 +102,8 @@ def zclip() -> Rule:
 
 RULES: dict[str, Callable[[], Rule]] = {
     "ours": ours,
-    "mu + 3 sigma": three_sigma,
+    "mu + 3 sigma": partial(sigmas, 3.0),
+    "mu + 6 sigma": partial(sigmas, 6.0),
     "10 x max": ten_times_max,
     "ZClip": zclip,
 }
