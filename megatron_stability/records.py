@@ -59,7 +59,7 @@ class Action(StrEnum):
     @property
     def updates_weights(self) -> bool:
         """Whether the optimizer step runs."""
-        return self.precedence < Action.SKIP.precedence
+        return self not in (Action.SKIP, Action.REWIND, Action.HALT)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
