@@ -194,7 +194,7 @@ class RingDetector[R: (Window, SortedWindow)](BaselineDetector):
 
     def __init__(self, config: Windowed, early: Early, window: R) -> None:
         super().__init__(early, relearn_after=config.relearn_after, persistence=config.persistence)
-        self.window = window
+        self.window: R = window
 
     def accept(self, value: float, record: StepRecord) -> None:
         """Into the window."""

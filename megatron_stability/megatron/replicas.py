@@ -162,7 +162,11 @@ def refuse_what_cannot_work(config: StabilityConfig, args: Namespace) -> None:
         ("--use-megatron-fsdp or --use-torch-fsdp2", sharded, "a rank has parts of weights only"),
         ("--fp8-format", bool(getattr(args, "fp8", None)), "amax histories would take it in"),
         ("fp8.emulate", config.fp8.emulate != "none", "amax histories would take it in"),
-        ("--defer-embedding-wgrad-compute", bool(args.defer_embedding_wgrad_compute), "it keeps activations back"),
+        (
+            "--defer-embedding-wgrad-compute",
+            bool(getattr(args, "defer_embedding_wgrad_compute", False)),
+            "it keeps activations back",
+        ),
         ("--cuda-graph-impl", getattr(args, "cuda_graph_impl", "none") != "none", "graphs are captured of the step"),
     ):
         if active:
