@@ -6,11 +6,11 @@ from megatron_stability.detect.base import Stateless
 from megatron_stability.detect.config import Early, Switch
 from megatron_stability.records import StepRecord, Tier, Verdict
 
-#: Signals that count ranks outvoted by their replicas (`observe.wide.Replicas`), and what each says.
+#: Signals that count ranks outvoted by their replicas (`observe.wide.Replicas`), causes first, and what each says.
 REPLICAS = {
-    "ranks/compute": "what {} makes of a fixed micro-batch differs in its bits from its replicas': wrong but finite",
     "ranks/weights": "the weights of {} differ in their bits from its data-parallel replicas'",
     "ranks/expert_weights": "the expert weights of {} differ in their bits from its replicas'",
+    "ranks/compute": "what {} makes of a fixed micro-batch differs in its bits from its replicas': wrong but finite",
 }
 
 

@@ -23,7 +23,6 @@ from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.models.gpt import GPTModel
 from megatron.core.utils import unwrap_model
-from megatron.training import get_tokenizer
 
 from megatron_stability.config import StabilityConfig
 from megatron_stability.errors import UsageError
@@ -41,8 +40,18 @@ SEED = 20_240_117  # of the fixed micro-batch
 class ReplicaHook:
     """Digests of this rank's weights and of what it computes."""
 
-    def __init__(self, settings: Settings, model: Sequence[Any], device: torch.device, args: Namespace) -> None:
-        """Args: settings: `observe.replicas`; model: Megatron's chunks; device: of the model; args: Megatron's."""
+    def __init__(
+        self, settings: Settings, model: Sequence[Any], device: torch.device, args: Namespace, vocab_size: int
+    ) -> None:
+        """Finds the weights.
+
+        Args:
+            settings: the `observe.replicas` section.
+            model: Megatron's list of model chunks.
+            device: of the model.
+            args: Megatron's.
+            vocab_size: real rows of the vocabulary.
+        """
         self._settings, self._model, self._args = settings, list(model), args
         self._step = 0
         experts = rank_state.expert_names(self._model)
@@ -51,7 +60,7 @@ class ReplicaHook:
             "weights": [tensor for name, tensor in named if name not in experts],
             "expert_weights": [tensor for name, tensor in named if name in experts],
         }
-        self._check = FixedBatch(self._model, device, args) if settings.compute_every else None
+        self._check = FixedBatch(self._model, device, args, vocab_size) if settings.compute_every else None
         self._signals: dict[str, How] = {}
         self._found: dict[str, torch.Tensor] = {}
 
@@ -91,13 +100,13 @@ class ReplicaHook:
 class FixedBatch:
     """A fixed micro-batch through this rank's model chunks."""
 
-    def __init__(self, model: list[Any], device: torch.device, args: Namespace) -> None:
-        """Args: model: Megatron's chunks, in its DDP; device: of the model; args: Megatron's.
+    def __init__(self, model: list[Any], device: torch.device, args: Namespace, vocab_size: int) -> None:
+        """Args: model: Megatron's chunks, in its DDP; device: of the model; args: Megatron's; vocab_size: real rows.
 
         Raises:
             UsageError: a chunk is no GPTModel, so how to run it is not known.
         """
-        self._model, self._device, self._args = model, device, args
+        self._model, self._device, self._args, self._vocab_size = model, device, args, vocab_size
         self._gradients = bool(args.deterministic_mode) or device.type == "cpu"
         for chunk, inner in zip(model, unwrap_model(model), strict=True):
             if not (isinstance(inner, GPTModel) and isinstance(chunk, DistributedDataParallel)):
@@ -126,7 +135,7 @@ class FixedBatch:
         inner = unwrap_model([chunk])[0]
         draw = torch.Generator().manual_seed(SEED)  # on the host: the same numbers on any device
         shape = (1, self._args.seq_length)
-        tokens = torch.randint(int(get_tokenizer().vocab_size), shape, generator=draw).to(self._device)
+        tokens = torch.randint(self._vocab_size, shape, generator=draw).to(self._device)
         labels = tokens.roll(-1, dims=1)
         places = torch.arange(shape[1], device=self._device).expand(shape)
         if not inner.pre_process:

@@ -18,6 +18,7 @@ from megatron_stability.megatron.data_iterators import DataIterators
 from megatron_stability.megatron.fp8_hook import Fp8Hook
 from megatron_stability.megatron.held_out import HeldOutHook
 from megatron_stability.megatron.model.embedding_clip import EmbeddingClipHook
+from megatron_stability.megatron.model.loss import real_vocab_size
 from megatron_stability.megatron.moe_monitor import MoeHook
 from megatron_stability.megatron.replicas import ReplicaHook
 from megatron_stability.megatron.telemetry import NormsHook, StepHook
@@ -120,7 +121,8 @@ def _observers(
     if sharded:
         say(args, "FSDP keeps parts of weights and gradients in its own way: no norms of them, no digests of replicas")
     elif observe.replicas.weights_every or observe.replicas.compute_every:
-        hooks.append(ReplicaHook(observe.replicas, model, device, args))
+        vocab_size = real_vocab_size(args.padded_vocab_size)
+        hooks.append(ReplicaHook(observe.replicas, model, device, args, vocab_size))
     hooks.append(StepHook(float(optimizer.config.clip_grad)))
     if not sharded:
         hooks.append(NormsHook(observe.norms, model, optimizer, args))

@@ -238,7 +238,7 @@ class Reduction:
         for name, how in self._wide.items():  # tensors still, for on most steps they are empty
             found, ranks = how.combine(name, rows[:, at : at + how.columns])
             signals |= found
-            disagreeing |= ranks
+            disagreeing = disagreeing or set(ranks)  # wrong weights make wrong outputs, on other ranks too
             at += how.columns
         if len(signals) == len(record.signals):
             return record
