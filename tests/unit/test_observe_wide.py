@@ -145,3 +145,21 @@ def test_a_nan_norm_is_no_small_norm_and_a_rank_with_an_empty_shard_sees_it_too(
         verdict = NonFinite(Switch(), Early()).inspect(record)
         assert verdict is not None
         assert verdict.tier is Tier.NON_FINITE
+
+
+def test_of_differences_that_follow_from_each_other_the_cause_is_named() -> None:
+    """A flipped bit changes what its tensor-parallel peers compute as well."""
+    pairs = Replicas(((0, 2), (1, 3)))
+    triples = Replicas(((0, 1, 2, 3),))
+    reduction = Reduction(None, CPU, {"weights": triples, "compute": pairs})
+    rows = []
+    for weights, compute in ((7.0, 1.0), (7.0, 2.0), (7.0, 3.0), (8.0, 4.0)):
+        extra = {"weights": torch.tensor([weights]), "compute": torch.tensor([compute])}
+        local = LocalSignals(step=5, first_sample=0, samples=8, loss_sums_n2=NONE, grad_norm=1.0, extra=extra)
+        rows.append(reduction.row(local))
+    record = reduction.record(torch.stack(rows))
+    assert record.disagreeing_ranks == (3,)
+    assert record.signals == {"ranks/weights": 1.0, "ranks/compute": 4.0}
+    verdict = RankAgreement(Switch(), Early()).inspect(record)
+    assert verdict is not None
+    assert "the weights of rank 3" in verdict.reason
