@@ -15,13 +15,15 @@ import math
 import random
 import time
 from collections.abc import Sequence
+from typing import Any
 
 from megatron_stability.decide.config import Decide
 from megatron_stability.decide.policy import TablePolicy
 from megatron_stability.detect import build
 from megatron_stability.detect.base import Detector, Stateless
 from megatron_stability.detect.config import Detect
-from megatron_stability.records import StepRecord
+from megatron_stability.pipeline import Pipeline
+from megatron_stability.records import Action, Decision, StepRecord, Verdict
 
 CHUNK = 250
 NORMAL = {
@@ -37,6 +39,13 @@ NORMAL = {
     "moe/max_load": 1.4,
     "moe/dropped": 0.01,
     "moe/router_z": 5.0,
+    "data/repeated": 0.1,
+    "data/entropy": 5.0,
+    "fp8/amax_rise": 1.5,
+    "fp8/amax_fall": 1.5,
+    "fp8/gemms": 100.0,
+    "fp8/fallbacks": 0.0,
+    "attention/nonpositive_heads": 0.0,
 }
 
 
@@ -58,13 +67,32 @@ def records(steps: int, signals: bool) -> list[StepRecord]:
     ]
 
 
+class Unmoved:
+    """A policy that always applies: its cost has a row of its own."""
+
+    applied = Decision(step=0, action=Action.APPLY, advised=Action.APPLY, reason="")
+
+    def decide(self, record: StepRecord, verdicts: Sequence[Verdict]) -> Decision:
+        """Apply."""
+        return self.applied
+
+    def settle(self, decision: Decision) -> None:
+        """Nothing."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Empty."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Nothing."""
+
+
 def seconds(detectors: Sequence[Detector], steps: Sequence[StepRecord]) -> float:
-    """Seconds a step for inspect and learn."""
+    """Seconds a step for inspect and learn, as the pipeline calls them."""
+    pipeline: Pipeline[StepRecord] = Pipeline(lambda record: record, detectors, Unmoved(), ())
     start = time.process_time()
     for record in steps:
-        found = {d.name: verdict for d in detectors if (verdict := d.inspect(record)) is not None}
-        for detector in detectors:
-            detector.learn(record, found.get(detector.name), True)
+        pipeline.finish(*pipeline.decide(record))
     return (time.process_time() - start) / len(steps)
 
 

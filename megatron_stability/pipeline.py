@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Protocol
 
 from megatron_stability.detect.base import Detector
@@ -50,6 +51,14 @@ class Pipeline[Local]:
     policy: Policy
     sinks: Sequence[Sink]
 
+    @cached_property
+    def _inspect(self) -> list[Callable[[StepRecord], Verdict | None]]:
+        return [detector.inspect for detector in self.detectors]  # bound once, for they run every step
+
+    @cached_property
+    def _learn(self) -> list[Callable[[StepRecord, bool], None]]:
+        return [detector.learn for detector in self.detectors]
+
     def decide(self, local: Local) -> tuple[StepRecord, Decision]:
         """Observe, detect, decide. Collective: every rank calls it once a step, in the same order.
 
@@ -60,14 +69,14 @@ class Pipeline[Local]:
             The reduced record and the decision, both equal on every rank.
         """
         record = self.observe(local)
-        verdicts = [verdict for detector in self.detectors if (verdict := detector.inspect(record)) is not None]
+        verdicts = [verdict for inspect in self._inspect if (verdict := inspect(record)) is not None]
         return record, self.policy.decide(record, verdicts)
 
     def finish(self, record: StepRecord, decision: Decision) -> None:
         """Learn and record, once the optimizer step has run or was withheld. No collective."""
-        found = {verdict.detector: verdict for verdict in decision.verdicts}
-        for detector in self.detectors:
-            detector.learn(record, found.get(detector.name), applied=decision.updates_weights)
+        applied = decision.updates_weights
+        for learn in self._learn:
+            learn(record, applied)
         self.policy.settle(decision)
         for sink in self.sinks:
             sink.write(record, decision)

@@ -59,7 +59,7 @@ class Action(StrEnum):
     @property
     def updates_weights(self) -> bool:
         """Whether the optimizer step runs."""
-        return self.precedence < Action.SKIP.precedence
+        return self not in (Action.SKIP, Action.REWIND, Action.HALT)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,14 +80,15 @@ class StepRecord:
     nonfinite_grads: int = 0  # ranks whose gradient norm was NaN or Inf
     overflow: bool = False  # fp16: the loss scaler itself rejected the gradient
     learning_rate: float = 0.0
-    disagreeing_ranks: tuple[int, ...] = ()  # ranks whose step or sample cursor differs from rank 0's
+    disagreeing_ranks: tuple[int, ...] = ()  # ranks that differ in what must be equal: see `detect.ranks`
     culprit_ranks: tuple[int, ...] = ()  # ranks where something was non-finite before any reduction mixed it
     signals: Mapping[str, float] = field(default=_NO_SIGNALS)
+    finite: bool = field(init=False, repr=False, compare=False)  # no NaN or Inf in any loss or gradient
 
-    @property
-    def finite(self) -> bool:
-        """No NaN or Inf in any loss or gradient."""
-        return not (self.nonfinite_losses or self.nonfinite_grads or self.overflow)
+    def __post_init__(self) -> None:
+        """Every detector asks for `finite`, so it is worked out once."""
+        finite = not (self.nonfinite_losses or self.nonfinite_grads or self.overflow)
+        object.__setattr__(self, "finite", finite)
 
     @property
     def last_sample(self) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_stability.detect import grad_norm, growth, limits, loss, trend
+from megatron_stability.detect import data, grad_norm, growth, limits, loss, trend
 from megatron_stability.detect.base import Detector
 from megatron_stability.detect.config import Detect
 from megatron_stability.detect.non_finite import NonFinite
@@ -46,6 +46,7 @@ DETECTORS: tuple[Any, ...] = (
     limits.MoeLoad,
     limits.MoeDrops,
     growth.MoeRouterZ,
+    data.BadBatch,
     growth.Throughput,
 )
 

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 from megatron_stability.detect.config import Early, Windowed
-from megatron_stability.detect.window import Window
+from megatron_stability.detect.window import SortedWindow, Window
 from megatron_stability.records import StepRecord, Tier, Verdict
 
 PLAUSIBLE = 1e100  # a finite loss or norm beyond this is no measurement; its square would still be finite
@@ -31,8 +31,8 @@ class Detector(Protocol):
     def inspect(self, record: StepRecord) -> Verdict | None:
         """A verdict, or None where nothing was found. Does not change the baseline."""
 
-    def learn(self, record: StepRecord, verdict: Verdict | None, applied: bool) -> None:
-        """Update the baseline after the decision."""
+    def learn(self, record: StepRecord, applied: bool) -> None:
+        """Update the baseline after the decision; `applied`: the step changed the weights."""
 
     def reset(self) -> None:
         """Back to the state before the first step."""
@@ -58,7 +58,7 @@ class Stateless:
 
     requires: ClassVar[tuple[str, ...]] = ()
 
-    def learn(self, record: StepRecord, verdict: Verdict | None, applied: bool) -> None:
+    def learn(self, record: StepRecord, applied: bool) -> None:
         """Nothing to learn."""
 
     def reset(self) -> None:
@@ -118,39 +118,44 @@ class BaselineDetector(ABC):
     def load_baseline(self, state: dict[str, Any]) -> None:
         """The inverse of `baseline`."""
 
+    def suspect(self, value: float, record: StepRecord) -> None:
+        """Told of a value that stays out of the baseline, unless the baseline starts anew with it."""
+        del value, record
+
     def inspect(self, record: StepRecord) -> Verdict | None:
         """See `Detector.inspect`."""
-        finding = self.find(record)
-        if finding is None or self._value is None:
-            return None
+        finding = self._find(record)
+        return None if finding is None else self._verdict(record.step, finding)
+
+    def _verdict(self, step: int, finding: Finding) -> Verdict | None:
         shift = self.run + 1 == self.relearn_after
         tier = finding.tier or (Tier.WATCH if shift else None)
         if tier is None or not (shift or finding.at_once or self.run + 1 >= self.persistence):
             return None
+        assert self._value is not None, "a finding is about a value"
         reason, threshold = finding.reason, finding.threshold
         if shift:
             reason += f"; level shift: {self.relearn_after} flags in a row, the baseline starts anew"
-        return Verdict(
-            detector=self.name, tier=tier, step=record.step, value=self._value, threshold=threshold, reason=reason
-        )
+        return Verdict(detector=self.name, tier=tier, step=step, value=self._value, threshold=threshold, reason=reason)
 
-    def learn(self, record: StepRecord, verdict: Verdict | None, applied: bool) -> None:
+    def learn(self, record: StepRecord, applied: bool) -> None:
         """See `Detector.learn`."""
-        if self._judged is not record:
-            self.find(record)
+        finding = self._finding if self._judged is record else self._find(record)
         self._judged = None  # the baseline is about to change
         value = self._value
         if value is None:
             return
-        if self._finding is not None:
-            self.run += 1
-            if self.run >= self.relearn_after:
-                self.run = 0
-                self.clear()
+        if finding is None:
+            self.run = 0
+            if applied:
+                self.accept(value, record)
             return
-        self.run = 0
-        if applied:
-            self.accept(value, record)
+        self.run += 1
+        if self.run >= self.relearn_after:
+            self.run = 0
+            self.clear()
+        else:
+            self.suspect(value, record)
 
     def reset(self) -> None:
         """See `Detector.reset`."""
@@ -168,30 +173,28 @@ class BaselineDetector(ABC):
         self.run = int(state["run"])
         self.load_baseline(state)
 
-    def find(self, record: StepRecord) -> Finding | None:
+    def _find(self, record: StepRecord) -> Finding | None:
         """What `judge` says of a finite step's value; remembered until `learn`, so that it is computed once a step."""
-        if self._judged is record:
-            return self._finding
-        self._judged, self._finding = record, None
-        value = self.value(record)
-        if value is not None and not (record.finite and record.tokens > 0):
-            value = None
+        self._judged = record
+        value = self.value(record) if record.finite and record.tokens > 0 else None
         self._value = value
-        if value is not None:
-            if abs(value) <= PLAUSIBLE:
-                self._finding = self.judge(value, record)
-            else:  # a NaN, against the record's contract, comes here as well
-                reason = f"value {value:.3g} is beyond {PLAUSIBLE:.0e}"
-                self._finding = Finding(Tier.LARGE, PLAUSIBLE, reason, at_once=True)
-        return self._finding
+        if value is None:
+            finding = None
+        elif -PLAUSIBLE <= value <= PLAUSIBLE:
+            finding = self.judge(value, record)
+        else:  # a NaN, against the record's contract, comes here as well
+            reason = f"value {value:.3g} is beyond {PLAUSIBLE:.0e}"
+            finding = Finding(Tier.LARGE, PLAUSIBLE, reason, at_once=True)
+        self._finding = finding
+        return finding
 
 
-class WindowDetector(BaselineDetector):
+class RingDetector[R: (Window, SortedWindow)](BaselineDetector):
     """A baseline of the last W accepted values, silent until `warmup_steps` of them are there."""
 
-    def __init__(self, config: Windowed, early: Early) -> None:
+    def __init__(self, config: Windowed, early: Early, window: R) -> None:
         super().__init__(early, relearn_after=config.relearn_after, persistence=config.persistence)
-        self.window = Window(config.window)
+        self.window: R = window
 
     def accept(self, value: float, record: StepRecord) -> None:
         """Into the window."""
@@ -208,3 +211,10 @@ class WindowDetector(BaselineDetector):
     def load_baseline(self, state: dict[str, Any]) -> None:
         """The inverse."""
         self.window.load_state_dict(state["window"])
+
+
+class WindowDetector(RingDetector[Window]):
+    """A baseline with mean and standard deviation."""
+
+    def __init__(self, config: Windowed, early: Early) -> None:
+        super().__init__(config, early, Window(config.window))

@@ -69,8 +69,8 @@ class LossDelta(Windowed):
     window: int = Field(200, ge=4, description="accepted values in the baseline")
     lag: int = Field(100, ge=0, description="accepted steps before a loss enters the baseline")
     smooth: int = Field(9, ge=1, description="losses in the running median")
-    k: float = Field(3.5, gt=0, description="standard deviations from which SIGNIFICANT_STEPS in a row are watched")
-    significant_steps: int = Field(5, ge=1, description="steps in a row beyond K before a verdict")
+    k: float = Field(1.0, gt=0, description="standard deviations that each step of the cumulative sum leaves out")
+    h: float = Field(12.0, gt=0, description="cumulative sum, in standard deviations, from which a rise is watched")
     watch: float = Field(0.15, gt=0, description="nats above the baseline worth watching")
     medium: float = Field(0.3, gt=0, description="nats from which it is no longer mild")
     severe: float = Field(0.5, gt=0, description="nats from which it is severe at once")
@@ -201,6 +201,15 @@ class HeldOut(Section):
     relearn_after: int = Field(5, ge=2, description="consecutive finite flags after which the best starts anew")
 
 
+class BadBatch(Switch):
+    """A batch unlike the run's own first ones: repeated n-grams, or few different tokens."""
+
+    calibration_steps: int = Field(200, ge=10, description="first batches, which set the thresholds")
+    k: float = Field(8.0, gt=0, description="robust standard deviations of the calibration's scores")
+    floor: float = Field(0.5, gt=0, lt=1, description="no verdict below this score; 1: a row of one token")
+    relearn_after: int = RELEARN
+
+
 class Detect(Section):
     """Detectors, one section each; a section's name is its detector's name. `early` is no detector."""
 
@@ -239,6 +248,7 @@ class Detect(Section):
     moe_load: Limits = Limits(watch=4, small=16, persistence=20)
     moe_drops: Limits = Limits(watch=0.1, small=0.3, persistence=20)
     moe_router_z: Growth = Growth(window=100, warmup_steps=50, persistence=3, after_step=500)
+    bad_batch: BadBatch = BadBatch()
     throughput: Growth = Growth(window=100, warmup_steps=20, persistence=10, watch=1.5, small=3.0, after_step=20)
 
 

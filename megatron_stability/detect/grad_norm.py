@@ -242,7 +242,7 @@ class ClipFraction:
             reason=reason,
         )
 
-    def learn(self, record: StepRecord, verdict: Verdict | None, applied: bool) -> None:
+    def learn(self, record: StepRecord, applied: bool) -> None:
         """Count the step, skipped or not."""
         self.standing = self.level
         clip = record.signals.get("clip_grad")

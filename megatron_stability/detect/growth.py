@@ -108,9 +108,9 @@ class LrPeak(WindowDetector):
         reason = f"{finding.reason}, {since} steps after the learning rate rose to {self.highest:g}"
         return finding._replace(tier=Tier.WATCH, reason=reason)
 
-    def learn(self, record: StepRecord, verdict: Any, applied: bool) -> None:
+    def learn(self, record: StepRecord, applied: bool) -> None:
         """As the base class; the learning rate is followed on every step."""
-        super().learn(record, verdict, applied)
+        super().learn(record, applied)
         if record.learning_rate > self.highest:
             if record.step - self.rose_at > self.config.near_steps:
                 self.clear()  # a baseline from before is too old

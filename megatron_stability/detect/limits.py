@@ -26,7 +26,8 @@ class Limit:
 
     def __init__(self, config: c.Limits, early: c.Early) -> None:
         del early  # limits are absolute
-        self.config = config
+        self._persistence = config.persistence
+        self._signal = self.requires[0] if self.requires else ""
         tiers = (Tier.LARGE, config.large), (Tier.MEDIUM, config.medium), (Tier.SMALL, config.small)
         limits = [(tier, limit) for tier, limit in (*tiers, (Tier.WATCH, config.watch)) if limit is not None]
         self.limits = limits
@@ -35,7 +36,7 @@ class Limit:
 
     def value(self, record: StepRecord) -> float | None:
         """The value under watch, or None where this record has none."""
-        return record.signals.get(self.requires[0])
+        return record.signals.get(self._signal)
 
     def inspect(self, record: StepRecord) -> Verdict | None:
         """See the class."""
@@ -43,7 +44,7 @@ class Limit:
         if value is None or (value <= self.mildest if self.above else value >= self.mildest):
             return None  # written so that a NaN goes on
         finite = math.isfinite(value)
-        if finite and self.run + 1 < self.config.persistence:
+        if finite and self.run + 1 < self._persistence:
             return None
         tier, limit = Tier.LARGE, self.mildest
         if finite:
@@ -52,9 +53,9 @@ class Limit:
         reason = f"{self.what} {value:.4g} is {side} {limit:g}"
         return Verdict(detector=self.name, tier=tier, step=record.step, value=value, threshold=limit, reason=reason)
 
-    def learn(self, record: StepRecord, verdict: Verdict | None, applied: bool) -> None:
+    def learn(self, record: StepRecord, applied: bool) -> None:
         """Count the row, where a verdict needs one."""
-        if self.config.persistence == 1:
+        if self._persistence == 1:
             return
         value = self.value(record)
         if value is not None:
@@ -132,8 +133,7 @@ class Fp8Limit(Limit):
     def inspect(self, record: StepRecord) -> Verdict | None:
         """See `Limit`."""
         verdict = super().inspect(record)
-        at = record.signals.get(f"{self.requires[0]}/at")
-        if verdict is None or at is None:
+        if verdict is None or (at := record.signals.get(f"{self.requires[0]}/at")) is None:
             return verdict
         return replace(verdict, reason=f"{verdict.reason}: {Site.at(at)}")
 

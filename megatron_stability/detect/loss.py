@@ -6,10 +6,11 @@ from collections import deque
 from typing import Any
 
 from megatron_stability.detect import config as c
-from megatron_stability.detect.base import PLAUSIBLE, BaselineDetector, Finding, WindowDetector
+from megatron_stability.detect.base import PLAUSIBLE, Finding, RingDetector, WindowDetector
 from megatron_stability.detect.window import SortedWindow
 from megatron_stability.records import StepRecord, Tier
 
+Z_MOST = 4.0  # standard deviations that one step may add to a cumulative sum
 SIGMA_FLOOR = 0.005  # nats: a running median of a loss that has stopped moving may still move by this
 
 
@@ -56,7 +57,7 @@ class LossSpike(WindowDetector):
         return sigma_finding(value, window.mean, sigma, config.k, config.k_at_once)
 
 
-class LossMad(BaselineDetector):
+class LossMad(RingDetector[SortedWindow]):
     """loss > median + k·max(1.4826·MAD, `sigma_floor`): as `LossSpike`, but outliers in the window don't blind it.
 
     MAD is the median distance from the median; 1.4826 makes it σ for Gaussian noise.
@@ -65,9 +66,8 @@ class LossMad(BaselineDetector):
     name = "loss_mad"
 
     def __init__(self, config: c.LossMad, early: c.Early) -> None:
-        super().__init__(early, relearn_after=config.relearn_after, persistence=config.persistence)
+        super().__init__(config, early, SortedWindow(config.window))
         self.config = config
-        self.window = SortedWindow(config.window)
 
     def value(self, record: StepRecord) -> float | None:
         """The loss in nats a token."""
@@ -84,31 +84,16 @@ class LossMad(BaselineDetector):
         sigma = max(1.4826 * window.mad, config.sigma_floor) * self.early.looseness(record.step)
         return sigma_finding(value, median, sigma, config.k, config.k_at_once)
 
-    def accept(self, value: float, record: StepRecord) -> None:
-        """Into the window."""
-        self.window.push(value)
-
-    def clear(self) -> None:
-        """Empty the window."""
-        self.window.clear()
-
-    def baseline(self) -> dict[str, Any]:
-        """The window."""
-        return {"window": self.window.state_dict()}
-
-    def load_baseline(self, state: dict[str, Any]) -> None:
-        """The inverse."""
-        self.window.load_state_dict(state["window"])
-
 
 class LossDelta(WindowDetector):
     """Nats between the median of the last `smooth` losses and the mean of the last `window` accepted ones.
 
     A row of steps above `watch` is WATCH once it is longer than `watch_steps`, MEDIUM if it also reaches `medium` or
-    lasts `mild_steps`; above `severe` it is LARGE at once. Before that, `significant_steps` in a row of k·σ are WATCH:
-    a median that far out is a rise, however small. The median forgets one bad batch, which `LossSpike` reports. Losses
-    wait `lag` steps before they enter mean and σ, and those that still wait when such a step comes are dropped, so a
-    slow rise can neither drag the mean along nor hide in σ.
+    lasts `mild_steps`; above `severe` it is LARGE at once. Smaller rises are WATCH by Page's cumulative sum (Biometrika
+    41, 1954), S ← max(0, S + min(z, 4) - k) > h, z in σ above the mean: a slow burn adds up while single bad batches,
+    which `LossSpike` reports, do not. S > h/2 is suspicious already. Losses wait `lag` steps before they enter mean and
+    σ; those that still wait when a suspicious step comes are dropped: a slow rise can neither drag the mean along
+    nor hide in σ.
     """
 
     name = "loss_delta"
@@ -118,6 +103,8 @@ class LossDelta(WindowDetector):
         self.config = config
         self.recent: deque[float] = deque(maxlen=config.smooth)
         self.waiting: deque[float] = deque()
+        self.cusum = 0.0
+        self._sum = 0.0  # with the value that `judge` saw last: no state
 
     def value(self, record: StepRecord) -> float | None:
         """The loss in nats a token."""
@@ -125,18 +112,19 @@ class LossDelta(WindowDetector):
 
     def judge(self, value: float, record: StepRecord) -> Finding | None:
         """See the class."""
-        config, window = self.config, self.window
+        config, window, loose = self.config, self.window, self.early.looseness(record.step)
+        self._sum = 0.0
         if len(window) < config.warmup_steps or len(self.recent) < config.smooth - 1:
             return None
-        floor = window.mean + min(config.watch, config.k * SIGMA_FLOOR)
-        if value <= floor and max(self.recent, default=floor) <= floor:  # the usual case, without sorting
-            return None
+        excess, watch, total = value - window.mean, config.watch * loose, 0.0
+        if self.cusum or excess > config.k * SIGMA_FLOOR:  # else the sum stays 0, whatever σ is
+            sigma = max(window.std, SIGMA_FLOOR) * loose
+            total = min(self.cusum + min(excess / sigma, Z_MOST) - config.k, 1.5 * config.h)
+            self._sum = total = max(total, 0.0)
+        if total <= config.h / 2 and excess <= watch and max(self.recent) <= window.mean + watch:
+            return None  # the usual case, without sorting
         last = sorted([*self.recent, value][-config.smooth :])
         nats = last[len(last) // 2] - window.mean
-        loose = self.early.looseness(record.step)
-        significant, watch = config.k * max(window.std, SIGMA_FLOOR) * loose, config.watch * loose
-        if nats <= min(watch, significant):
-            return None
         row = self.run + 1
         reason = f"median loss of {len(last)} steps is {nats:.3f} nats above its baseline, for {row} steps"
         if nats > config.severe * loose:
@@ -144,39 +132,44 @@ class LossDelta(WindowDetector):
         if nats > watch and row > config.watch_steps:
             mild = nats < config.medium * loose and row < config.mild_steps
             return Finding(Tier.WATCH if mild else Tier.MEDIUM, watch, reason)
-        noticed = nats > significant and row >= config.significant_steps
-        return Finding(Tier.WATCH if noticed else None, significant, reason)
+        if total > config.h:
+            reason += f"; cumulative sum {total:.1f} sigma"
+            return Finding(Tier.WATCH, watch, reason)
+        return Finding(None, watch, reason) if total > config.h / 2 or nats > watch else None
 
-    def learn(self, record: StepRecord, verdict: Any, applied: bool) -> None:
-        """As the base class; the running median sees flagged losses too, skipped or not: it is no baseline."""
-        if self.find(record) is not None:
-            self.waiting.clear()
-        value = self._value
-        super().learn(record, verdict, applied)
-        if value is not None and abs(value) <= PLAUSIBLE:
+    def suspect(self, value: float, record: StepRecord) -> None:
+        """What waits is not learned; median and cumulative sum see flagged losses too: they are no baseline."""
+        self.waiting.clear()
+        self.cusum = self._sum
+        if abs(value) <= PLAUSIBLE:
             self.recent.append(value)
 
     def accept(self, value: float, record: StepRecord) -> None:
         """Into the queue, and what has waited long enough into the window."""
+        self.cusum = self._sum
+        self.recent.append(value)
         self.waiting.append(value)
         if len(self.waiting) > self.config.lag:
             self.window.push(self.waiting.popleft())
 
     def clear(self) -> None:
-        """Empty window, queue and running median."""
+        """Empty window, queue, running median and sum."""
         super().clear()
+        self.cusum = self._sum = 0.0
         self.waiting.clear()
         self.recent.clear()
 
     def baseline(self) -> dict[str, Any]:
-        """Window, queue and running median."""
-        return {**super().baseline(), "waiting": list(self.waiting), "recent": list(self.recent)}
+        """Window, queue, running median and sum."""
+        lists = {"waiting": list(self.waiting), "recent": list(self.recent)}
+        return {**super().baseline(), **lists, "cusum": self.cusum}
 
     def load_baseline(self, state: dict[str, Any]) -> None:
         """The inverse."""
         super().load_baseline(state)
         self.waiting.extend(float(value) for value in state["waiting"])
         self.recent.extend(float(value) for value in state["recent"])
+        self.cusum = float(state["cusum"])
 
 
 class LossRatio(WindowDetector):
@@ -213,58 +206,46 @@ class SpikeScore(WindowDetector):
     """OLMo 2's spike score: the share of values at least k = 7 σ above a rolling mean of 1000.
 
     Here the rolling mean takes accepted values only, and a verdict (WATCH) is raised at a spike that finds the share of
-    the last `window` finite values above `alert`: single spikes are other detectors' business.
+    the last `window` steps above `alert`: single spikes are other detectors' business.
     """
 
     def __init__(self, config: c.SpikeScore, early: c.Early) -> None:
         super().__init__(config, early)
         self.config = config
-        self.seen = 0  # finite values so far
-        self.spikes: deque[int] = deque()  # values of `seen` at the spikes among the last `window`
+        self.spikes: deque[int] = deque()  # steps of the spikes among the last `window`
 
-    @property
-    def score(self) -> float:
-        """The share, in [0, 1]."""
-        return len(self.spikes) / self.config.window
+    def score(self, step: int) -> float:
+        """The share of the last `window` steps up to `step`, in [0, 1]."""
+        return sum(step - at < self.config.window for at in self.spikes) / self.config.window
 
     def judge(self, value: float, record: StepRecord) -> Finding | None:
         """See the class."""
         config, window = self.config, self.window
-        if value <= window.mean or len(window) < config.warmup_steps:
+        if not window.above(value, config.k) or len(window) < config.warmup_steps:
             return None
-        if value - window.mean < config.k * window.std:
-            return None
-        score = (len(self.spikes) + 1) / config.window
+        score = self.score(record.step) + 1 / config.window
         reason = f"spike score {100 * score:.2f} % of the last {config.window} steps ({config.k:g} sigma)"
         tier = Tier.WATCH if score > config.alert else None
         return Finding(tier, window.mean + config.k * window.std, reason)
 
-    def learn(self, record: StepRecord, verdict: Any, applied: bool) -> None:
-        """As the base class; flagged values count in the share."""
-        finding, value = self.find(record), self._value
-        super().learn(record, verdict, applied)
-        if value is None:
-            return
-        self.seen += 1
-        if finding is not None:
-            self.spikes.append(self.seen)
-        while self.spikes and self.seen - self.spikes[0] >= self.config.window:
+    def suspect(self, value: float, record: StepRecord) -> None:
+        """Flagged values count in the share."""
+        self.spikes.append(record.step)
+        while record.step - self.spikes[0] >= self.config.window:
             self.spikes.popleft()
 
     def clear(self) -> None:
         """Empty the baseline and the share."""
         super().clear()
-        self.seen = 0
         self.spikes.clear()
 
     def baseline(self) -> dict[str, Any]:
         """The window and the spikes in it."""
-        return {**super().baseline(), "seen": self.seen, "spikes": list(self.spikes)}
+        return {**super().baseline(), "spikes": list(self.spikes)}
 
     def load_baseline(self, state: dict[str, Any]) -> None:
         """The inverse."""
         super().load_baseline(state)
-        self.seen = int(state["seen"])
         self.spikes.extend(int(at) for at in state["spikes"])
 
 

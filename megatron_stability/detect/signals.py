@@ -14,12 +14,13 @@ from megatron_stability.detect.base import Detector
 SIGNALS: Mapping[str, str] = MappingProxyType(
     {
         "clip_grad": "Megatron's --clip-grad; gradient norm above which a step is clipped",
-        "step_seconds": "wall time of the step, maximum over ranks; seconds",
+        "step_seconds": "wall time from the step's begin to its gate, maximum over ranks; seconds",
         "held_out": "number of sets evaluated at this step; present on the steps that evaluate only",
         "held_out/<set>": "validation loss of one set, beside `held_out`; nats a token",
         "grad_norm/layer_max": "largest L2 gradient norm of one decoder layer, over all stages",
+        "grad_norm/layer_max/at": "its 1-based number",
         "grad_norm/layer_median": "median of the decoder layers' L2 gradient norms, over all stages",
-        "param_norm": "L2 norm of all parameters",
+        "param_norm": "L2 norm of all trainable parameters",
         "embedding_norm": "L2 norm of the word embedding",
         "attention/max_logit": "largest attention logit before softcap and mask, over layers, heads and ranks",
         "attention/min_entropy": "least mean attention entropy of a head, over layers and ranks; nats",
@@ -36,9 +37,16 @@ SIGNALS: Mapping[str, str] = MappingProxyType(
         "fp8/gemms": "linear layers run in the step, over all ranks",
         "fp8/fallbacks": "of them, not quantized",
         "fp8/<signal>/at": "site where it began, `sites.Site.order`; absent where none is beyond",
-        "moe/max_load": "largest tokens of an expert over the mean of its layer's experts",
-        "moe/dropped": "share of token-expert assignments dropped, worst layer",
-        "moe/router_z": "mean logsumexp² of the router logits, worst layer",
+        "moe/max_load": "largest tokens of an expert over the mean of its layer's experts, worst layer and rank",
+        "moe/dropped": "share of token-expert assignments dropped, worst layer and rank",
+        "moe/router_z": "mean logsumexp² of the router logits, worst layer and rank",
+        "data/repeated": "largest share of repeated n-grams of a row of the batch",
+        "data/entropy": "least token entropy of a row of the batch; nats",
+        "data/next/repeated": "as data/repeated, of the batch after this step's",
+        "data/next/entropy": "as data/entropy, of the batch after this step's; nats",
+        "ranks/weights": "ranks whose weights differ from their data-parallel replicas'",
+        "ranks/expert_weights": "ranks whose expert weights differ from their replicas'",
+        "ranks/compute": "ranks that make something else of a fixed micro-batch than their replicas",
     }
 )
 HELD_OUT = "held_out"

@@ -79,7 +79,7 @@ class BlockDetector(ABC):
             detector=self.name, tier=Tier.WATCH, step=record.step, value=value, threshold=threshold, reason=reason
         )
 
-    def learn(self, record: StepRecord, verdict: Verdict | None, applied: bool) -> None:
+    def learn(self, record: StepRecord, applied: bool) -> None:
         """Take the value of a finite, applied step."""
         if not record.finite:
             return

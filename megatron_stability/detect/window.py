@@ -35,6 +35,11 @@ class Window:
         """Population standard deviation; 0 for fewer than two values."""
         return math.sqrt(self._m2 / len(self.values)) if len(self.values) > 1 else 0.0
 
+    def above(self, value: float, k: float) -> bool:
+        """Whether value > mean + k standard deviations (and above the mean, where there is no deviation)."""
+        excess = value - self.mean
+        return excess > 0 and excess * excess * len(self.values) > k * k * self._m2
+
     def push(self, value: float) -> None:
         """Add a value of magnitude at most `base.PLAUSIBLE`; the oldest leaves once the window is full."""
         values = self.values

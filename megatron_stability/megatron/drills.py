@@ -4,7 +4,10 @@
     --drill-fault nan:step=160,rank=2            one element of one gradient on rank 2 is NaN in step 160
     --drill-fault inf:step=160,rank=2,param=7    Inf, in the gradient of that model chunk's parameter 7 (0: its first)
     --drill-fault nan:step=9,rank=1,chunk=1      on that virtual pipeline chunk only; else on each chunk of the rank
+    --drill-fault wrong:step=9,rank=1,factor=1.01  one gradient on rank 1 is finite, but 1.01 times what it should be
     --drill-fault nan-loss:step=50,rank=3        the loss itself is NaN on rank 3 (a rank that owns one); inf-loss too
+    --drill-fault page:step=9                    every row of step 9 is one phrase of 16 tokens, again and again
+    --drill-fault noise:step=9                   its targets are random tokens
 
 A fault repeats when Megatron's rerun machine runs its step again, as a bad batch would. Hooks sit on the instances
 that a model builder hands over; nothing of Megatron is replaced.
@@ -21,7 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-KINDS = ("scale", "nan", "inf", "nan-loss", "inf-loss")
+KINDS = ("scale", "nan", "inf", "wrong", "page", "noise", "nan-loss", "inf-loss")
 VALUES = {"nan": math.nan, "inf": math.inf, "nan-loss": math.nan, "inf-loss": math.inf}
 SHAPE = "KIND:step=N[,rank=R][,factor=F][,param=I][,chunk=C]"
 
@@ -72,7 +75,7 @@ def faults(args: Namespace) -> list[Fault]:
 
 
 def hook_gradients(model: torch.nn.Module, args: Namespace, chunk: int | None = None) -> None:
-    """Let NaN and Inf faults write to the first element of a gradient.
+    """Let NaN and Inf write to the first element of a gradient, and a factor to all of it.
 
     Args:
         model: one model chunk, before Megatron wraps it.
@@ -81,15 +84,35 @@ def hook_gradients(model: torch.nn.Module, args: Namespace, chunk: int | None = 
     """
     parameters = [p for p in model.parameters() if p.requires_grad]
     for fault in faults(args) if parameters else ():
-        if fault.kind in ("nan", "inf") and fault.chunk in (None, chunk or 0):
+        if fault.kind in ("nan", "inf", "wrong") and fault.chunk in (None, chunk or 0):
             parameters[fault.param % len(parameters)].register_hook(partial(_strike, fault, args))
 
 
 def _strike(fault: Fault, args: Namespace, grad: torch.Tensor) -> torch.Tensor:
     if fault.strikes(args):
+        if fault.kind == "wrong":
+            return grad * fault.factor
         grad = grad.clone()
         grad.view(-1)[0] = VALUES[fault.kind]
     return grad
+
+
+def corrupt(batch: dict[str, torch.Tensor], args: Namespace) -> dict[str, torch.Tensor]:
+    """The same micro-batch, or one with bad rows where a fault strikes; of a pipeline, first and last stage alike.
+
+    Args:
+        batch: `tokens` and `labels` [b, s], and more.
+        args: Megatron's.
+    """
+    for fault in faults(args) if torch.is_grad_enabled() and "tokens" in batch else ():
+        if fault.strikes(args) and fault.kind == "page":
+            phrase = torch.arange(batch["tokens"].shape[1], device=batch["tokens"].device) % 16
+            batch = batch | {name: batch[name][:, phrase] for name in ("tokens", "labels")}
+        elif fault.strikes(args) and fault.kind == "noise":
+            draw = torch.Generator().manual_seed(fault.step)
+            labels = torch.randint(int(batch["labels"].max()) + 1, batch["labels"].shape, generator=draw)
+            batch = batch | {"labels": labels.to(batch["labels"])}
+    return batch
 
 
 def scale_gradient(loss: torch.Tensor, args: Namespace) -> torch.Tensor:

@@ -80,6 +80,41 @@ def copies(parameter: torch.nn.Parameter, optimizer: Any) -> list[Copy]:
     return found[:1] if same else found
 
 
+def sharded_by(parameter: torch.nn.Parameter, optimizer: Any) -> DistributedOptimizer | None:
+    """The distributed optimizer that cuts a parameter; the same answer on ranks whose part is empty."""
+    sharding = (leaf for leaf in _leaves(optimizer) if isinstance(leaf, DistributedOptimizer))
+    return next((leaf for leaf in sharding if any(parameter in b.param_index_map for b in leaf.buffers)), None)
+
+
+def own_range(parameter: torch.nn.Parameter, owner: DistributedOptimizer) -> slice:
+    """The elements of a parameter that this rank keeps the master of, perhaps none.
+
+    Args:
+        parameter: of the model, on this rank.
+        owner: from `sharded_by`.
+    """
+    if parameter not in owner.model_param_gbuf_map:
+        return slice(0, 0)
+    shard = owner._get_model_param_range_map(parameter)["param"]
+    return slice(shard.start, shard.end)
+
+
+def own_master(parameter: torch.nn.Parameter, optimizer: Any) -> Copy:
+    """This rank's fp32 master or its part of it, which may be empty; the parameter itself, or a part, without a master.
+
+    Args:
+        parameter: of the model, on this rank.
+        optimizer: Megatron's, chained or not.
+    """
+    found, owner = copies(parameter, optimizer), sharded_by(parameter, optimizer)
+    if owner is None:
+        return found[-1]
+    part = own_range(parameter, owner)
+    if part.stop == part.start or len(found) == 1:
+        return Copy(found[0].flat[part], part.start)
+    return found[-1]
+
+
 def _owner(parameter: torch.nn.Parameter, optimizer: Any) -> DistributedOptimizer | None:
     for leaf in _leaves(optimizer):
         if isinstance(leaf, DistributedOptimizer) and parameter in leaf.model_param_group_index_map:

@@ -181,7 +181,7 @@ def _batch(data_iterator: Any, vp_stage: int | None) -> dict[str, torch.Tensor]:
     if args.context_parallel_size > 1:
         cp_group = mpu.get_context_parallel_group()
         batch = get_batch_on_this_cp_rank(batch, is_hybrid_cp=False, cp_group=cp_group)
-    return batch
+    return drills.corrupt(batch, args)
 
 
 def _needs_data(vp_stage: int | None) -> bool:

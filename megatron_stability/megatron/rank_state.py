@@ -135,6 +135,16 @@ def complaint(prints: dict[str, Fingerprint], saved: Mapping[str, tuple[int | No
     return f"{missing[0]} was saved and is not there after the load" if missing else None
 
 
+def expert_names(model: list[Any]) -> set[str]:
+    """Names, as `weights` gives them, of what Megatron reduces over expert data-parallel groups."""
+    return {
+        f"model{number}.{name}"
+        for number, chunk in enumerate(model)
+        for name, parameter in chunk.named_parameters()
+        if not getattr(parameter, "allreduce", True)  # Megatron marks expert parameters so
+    }
+
+
 def check_replicas(model: list[Any], prints: dict[str, Fingerprint]) -> str | None:
     """Collective: weights must be equal to the bit over data-parallel replicas, experts over theirs.
 
@@ -145,12 +155,7 @@ def check_replicas(model: list[Any], prints: dict[str, Fingerprint]) -> str | No
     Returns:
         One sentence that names the ranks whose weights differ from their group's first, or None; not the same on all.
     """
-    expert = {
-        f"model{number}.{name}"
-        for number, chunk in enumerate(model)
-        for name, parameter in chunk.named_parameters()
-        if not getattr(parameter, "allreduce", True)  # Megatron marks expert parameters so
-    }
+    expert = expert_names(model)
     mine = [
         combined(each for name, each in prints.items() if name.startswith("model") and (name in expert) is chosen)
         for chosen in (False, True)

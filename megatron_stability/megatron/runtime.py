@@ -28,12 +28,14 @@ from megatron_stability.config import StabilityConfig
 from megatron_stability.decide.policy import TablePolicy
 from megatron_stability.errors import EXIT_HALTED, EXIT_REWIND, UsageError
 from megatron_stability.megatron import incident, install_digest, optimizer_state, weight_hooks
+from megatron_stability.megatron.batch_monitor import skip_ahead
 from megatron_stability.megatron.checkpoint import Checkpoints
+from megatron_stability.megatron.held_out import HeldOutHook
 from megatron_stability.megatron.model import init
 from megatron_stability.megatron.model.loss import HeadLoss, LogZHook, real_vocab_size
 from megatron_stability.megatron.rewind import Rewinds
 from megatron_stability.megatron.sinks import MegatronWriters
-from megatron_stability.observe.reduction import LocalSignals, Reduction
+from megatron_stability.observe.reduction import LocalSignals, Reduction, chained
 from megatron_stability.pipeline import Pipeline, Sink
 from megatron_stability.record.bundle import Bundles, Context, plain_args
 from megatron_stability.record.ledger import Ledger, RunInfo
@@ -85,6 +87,8 @@ class Runtime:
         self.optimizer: Any = None
         self._step: tuple[StepRecord, Decision] | None = None
         self._incidents = 0
+        self._history = 0  # of this process: ranks begin alike
+        self._ahead: StepRecord | None = None  # with the score of the batch after it
         self._evidence: dict[str, torch.Tensor] = {}  # of the step that is not applied, for its bundle
         self._pipeline: Pipeline[LocalSignals] = Pipeline(
             observe=self._observe,
@@ -133,6 +137,7 @@ class Runtime:
             hook.train_begins()
         extra = {name: how for hook in self._weight_hooks for name, how in hook.signals.items()}
         self._reduction = Reduction(group, device, extra)
+        weight_hooks.say_what_is_silent(self._args, self._pipeline.detectors, self._reduction.signals)
         self._forward_state = optimizer_state.ForwardState(model)
         self.sinks.append(MegatronWriters(self.config.record.tensorboard, self.config.observe.attention.head_curves))
         print_rank_last(f"> megatron-stability: mode {self.config.mode}, ledger in {self.ledger_folder()}")
@@ -141,8 +146,9 @@ class Runtime:
         """The complaint, if this rank has a layer that can't be hooked, is for every rank to raise."""
         model = self.config.model
         try:
+            where, data = self.ledger_folder(), self.rewinds.data
             self._weight_hooks = weight_hooks.build(
-                self.config, self.model, self.optimizer, device, self.ledger_folder(), self._args
+                self.config, self.model, self.optimizer, device, where, self._args, data
             )
             if self._args.iteration > 0:
                 self._load_hook_states()
@@ -201,10 +207,20 @@ class Runtime:
 
     # --- one step ---------------------------------------------------------------------------------------------
 
+    def evaluated(self, suffix: str, losses: dict[str, torch.Tensor]) -> None:
+        """A validation set's losses, for the next step's record."""
+        for hook in self._weight_hooks:
+            if isinstance(hook, HeldOutHook):
+                hook.evaluated(suffix, losses)
+
     def passes_over(self, data_iterator: Any) -> bool:
         """Draw and drop a step's samples if they are not to be trained on; the same on every rank."""
         self._step = None
         self.rewinds.step_begins(self._own_state)
+        decision = skip_ahead(self._pipeline, self._ahead, self._args.consumed_train_samples, self.rewinds.pass_over)
+        if decision is not None:
+            self._incidents += 1
+            print_rank_last(f" stability: step {decision.step} SKIP, not computed: {decision.reason}")
         return self.rewinds.passes_over(data_iterator, self.sinks)
 
     def step_begins(self) -> None:
@@ -250,6 +266,8 @@ class Runtime:
             reason = "the loss scaler backed off" if record.overflow else "Megatron itself withheld the update"
             decision = dataclasses.replace(decision, action=Action.SKIP, reason=reason)
             self._step = record, decision
+        self._history = chained(self._history, record, decision)
+        self._ahead = record
         tables = [hook.update_done(record, decision.updates_weights) for hook in self._weight_hooks]
         self._pipeline.finish(record, decision)
         self._evidence = {}
@@ -343,6 +361,7 @@ class Runtime:
             grad_amax=self._grad_amax,
             overflow=overflow,
             learning_rate=float(groups[0]["lr"]) if groups else 0.0,
+            history=self._history,
             extra={name: value for hook in self._weight_hooks for name, value in hook.observe().items()},
         )
 

@@ -149,6 +149,12 @@ def rewound(operations: int) -> tuple[int, int] | None:
     return None if _runtime is None else _runtime.rewinds.go_on(operations)
 
 
+def evaluated(suffix: str, total_loss_dict: dict[str, Any]) -> None:
+    """`evaluate_and_print_results`, after each validation set: its losses, empty but on the last pipeline stage."""
+    if _runtime is not None:
+        _runtime.evaluated(suffix, total_loss_dict)
+
+
 def log_string() -> str:
     """`training_log`: what is appended to Megatron's log line."""
     return "" if _runtime is None else _runtime.log_string()

@@ -1,19 +1,28 @@
-"""What runs with a step beside the pipeline: measures in its forward, and changes weights after it (QK-clip)."""
+"""What runs with a step beside the pipeline: measures up to its gate, and changes weights after it (QK-clip)."""
 
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 
 from megatron_stability.config import StabilityConfig
-from megatron_stability.megatron import qk_clip
+from megatron_stability.detect.base import Detector
+from megatron_stability.detect.signals import silent
+from megatron_stability.megatron import qk_clip, replicas
+from megatron_stability.megatron.batch_monitor import BatchHook
+from megatron_stability.megatron.data_iterators import DataIterators
 from megatron_stability.megatron.fp8_hook import Fp8Hook
+from megatron_stability.megatron.held_out import HeldOutHook
 from megatron_stability.megatron.model.embedding_clip import EmbeddingClipHook
-from megatron_stability.observe.reduction import Combine
+from megatron_stability.megatron.model.loss import real_vocab_size
+from megatron_stability.megatron.moe_monitor import MoeHook
+from megatron_stability.megatron.replicas import ReplicaHook
+from megatron_stability.megatron.telemetry import NormsHook, StepHook
+from megatron_stability.observe.reduction import How
 from megatron_stability.records import AttentionTable, StepRecord
 
 
@@ -21,8 +30,8 @@ class WeightHook(Protocol):
     """One of them. Every rank has the same ones; "collective" methods are called by every rank, in the same order."""
 
     @property
-    def signals(self) -> Mapping[str, Combine]:
-        """The names that `observe` may return, and how each is combined over ranks."""
+    def signals(self) -> Mapping[str, How]:
+        """The names that `observe` may return, and how each is combined over ranks; final once training begins."""
 
     def train_begins(self) -> None:
         """Collective, before the first step."""
@@ -30,8 +39,8 @@ class WeightHook(Protocol):
     def step_begins(self, step: int) -> None:
         """Before the forward of `step` (1-based)."""
 
-    def observe(self) -> Mapping[str, torch.Tensor]:
-        """Collective, before the gate: scalars of this rank for the StepRecord; NaN where it has none."""
+    def observe(self) -> Mapping[str, torch.Tensor | float]:
+        """Collective, before the gate: this rank's values for the StepRecord; NaN or absent where it has none."""
 
     def update_done(self, record: StepRecord, updated: bool) -> AttentionTable | None:
         """Collective, after the optimizer; `updated` says whether it changed the weights."""
@@ -61,14 +70,22 @@ class TableSink(Protocol):
 
 
 def build(
-    config: StabilityConfig, model: Sequence[Any], optimizer: Any, device: torch.device, folder: Path, args: Namespace
+    config: StabilityConfig,
+    model: Sequence[Any],
+    optimizer: Any,
+    device: torch.device,
+    folder: Path,
+    args: Namespace,
+    data: DataIterators,
 ) -> list[WeightHook]:
     """The hooks that the configuration asks for. No collective, so that a rank may fail alone and say so.
 
     Raises:
         UsageError: a layer of this rank can't be measured or clipped; names it.
     """
-    hooks: list[WeightHook] = []
+    hooks = _observers(config, model, optimizer, device, args)
+    if config.observe.batch.enabled and not _graphs(args):
+        hooks.append(BatchHook(config.observe.batch.ngram, model, device, data))
     if qk_clip.wanted(config):
         hooks.append(qk_clip.AttentionHook(config, model, optimizer, device))
     if config.model.embedding_norm_clip is not None:
@@ -82,6 +99,46 @@ def build(
     return hooks
 
 
+def say(args: Namespace, what: str) -> None:
+    """One line from rank 0 on what can't be active."""
+    if args.rank == 0:
+        print(f"> megatron-stability: {what}", flush=True)
+
+
+def say_what_is_silent(args: Namespace, detectors: Sequence[Detector], available: Collection[str]) -> None:
+    """One line on the detectors whose signals no hook of this run measures."""
+    if lacking := silent(detectors, available):
+        names = ", ".join(f"{name} ({', '.join(missing)})" for name, missing in lacking.items())
+        say(args, f"detectors without their signals in this run: {names}")
+
+
+def _observers(
+    config: StabilityConfig, model: Sequence[Any], optimizer: Any, device: torch.device, args: Namespace
+) -> list[WeightHook]:
+    """What only measures. The fixed micro-batch comes first: the others forget what they saw of it."""
+    observe, sharded = config.observe, bool(getattr(args, "use_megatron_fsdp", False) or args.use_torch_fsdp2)
+    hooks: list[WeightHook] = []
+    if sharded:
+        say(args, "FSDP keeps parts of weights and gradients in its own way: no norms of them, no digests of replicas")
+    elif observe.replicas.weights_every or observe.replicas.compute_every:
+        vocab_size = real_vocab_size(args.padded_vocab_size)
+        hooks.append(ReplicaHook(observe.replicas, model, device, args, vocab_size))
+    hooks.append(StepHook(float(optimizer.config.clip_grad)))
+    if not sharded:
+        hooks.append(NormsHook(observe.norms, model, optimizer, args))
+    if _graphs(args):
+        say(args, "--cuda-graph-impl: a replayed graph calls no hook, so batches and experts are not observed")
+    elif args.num_experts and observe.moe.every:
+        hooks.append(MoeHook(observe.moe.every, model))
+    if args.do_valid:
+        hooks.append(HeldOutHook(args))
+    return hooks
+
+
+def _graphs(args: Namespace) -> bool:
+    return bool(getattr(args, "cuda_graph_impl", "none") != "none")
+
+
 def refuse_what_cannot_work(config: StabilityConfig, args: Namespace) -> None:
     """Raise for Megatron's flags that a hook can't live with.
 
@@ -89,3 +146,4 @@ def refuse_what_cannot_work(config: StabilityConfig, args: Namespace) -> None:
         UsageError: names the flag and the way out.
     """
     qk_clip.refuse_what_cannot_work(config, args)
+    replicas.refuse_what_cannot_work(config, args)

@@ -17,10 +17,43 @@ class Attention(Section):
     head_curves: bool = Field(False, description="TensorBoard: five curves of each head too, not of layers alone")
 
 
+class Norms(Section):
+    """Norms of layers and parameters: passes over all gradients or weights, so only now and then."""
+
+    layers_every: int = Field(100, ge=0, description="steps between two gradient norms of every layer; 0: never")
+    params_every: int = Field(200, ge=0, description="steps between two norms of parameters and embedding; 0: never")
+
+
+class Moe(Section):
+    """Balance of the experts."""
+
+    every: int = Field(10, ge=0, description="steps between two measures of loads, drops and router logits; 0: never")
+
+
+class Replicas(Section):
+    """What data-parallel replicas must have in common to the bit; the digests travel in the step's one collective."""
+
+    weights_every: int = Field(1000, ge=0, description="steps between two digests of the weights; 0: never")
+    compute_every: int = Field(
+        0, ge=0, description="steps between two checks of what replicas make of a fixed micro-batch; 0: never"
+    )
+
+
+class Batch(Section):
+    """Scores of the tokens of each batch."""
+
+    enabled: bool = Field(True, description="score repeated n-grams and token entropy of every batch")
+    ngram: int = Field(8, ge=2, le=64, description="tokens of the n-grams whose repetitions are counted")
+
+
 class Observe(Section):
     """Optional measurements."""
 
     attention: Attention = Attention()
+    norms: Norms = Norms()
+    moe: Moe = Moe()
+    replicas: Replicas = Replicas()
+    batch: Batch = Batch()
 
 
 class QKClip(Section):

@@ -97,6 +97,20 @@ def _signed(value: int) -> int:
     return value - (1 << 64) if value >> 63 else value
 
 
+def digest(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
+    """[] int64 over the bits of tensors in their order, on their device, without a copy to the host.
+
+    Args:
+        tensors: at least one, all on one device.
+    """
+    total: torch.Tensor | None = None
+    for number, tensor in enumerate(tensors, start=1):
+        mine = bits(tensor)
+        total = mine + number if total is None else total * _GOLDEN + mine + number
+    assert total is not None, "nothing to digest"
+    return total
+
+
 @torch.no_grad()
 def amax(tensor: torch.Tensor) -> torch.Tensor:
     """[] fp64: the largest |x|; NaN if one element is NaN, 0 for an empty or integer tensor."""

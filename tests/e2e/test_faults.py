@@ -99,6 +99,8 @@ def _watched(pool: Pool, flags: tuple[str, ...], world: int) -> list[list[Any]]:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_one_verdict_and_no_trace(pools: dict[tuple[str, str], Pool], tmp_path: Any, layout: str) -> None:
+    """Megatron-LLM issue 33 (one NaN element on one rank), metaseq issue 521 (one rank spikes), and Megatron-DeepSpeed
+    issue 177 (tensor-parallel ranks hang after a skip): a clean step follows each fault."""
     flags, world, loss_ranks, chunks = LAYOUTS[layout]
     faults = _faults(world, loss_ranks, chunks)
     struck = {2 * (i + 1): fault for i, fault in enumerate(faults)}
@@ -139,7 +141,10 @@ def test_expert_bias_and_token_counters_are_put_back(pools: dict[tuple[str, str]
 
 
 def test_an_overflow_of_the_loss_scaler_is_seen_alike(pools: dict[tuple[str, str], Pool], tmp_path: Any) -> None:
-    """fp16 is for observing only: the scaler withholds the step before the gate, on every rank, and moves its scale."""
+    """fp16 is for observing only: the scaler withholds the step before the gate, on every rank, and moves its scale.
+
+    slime issue 1762: there some ranks returned undefined values; here each has the same record.
+    """
     flags = (*jobs.TP2, "--fp16", "--initial-loss-scale", str(2**40), "--hysteresis", "1", "--train-iters", "3")
     observe = ("--stability-mode", "observe", "--stability-record-dir", str(tmp_path))
     seen = _watched(pools["0.19.2", "patched"], (*flags, *observe), 2)

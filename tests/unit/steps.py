@@ -29,7 +29,7 @@ def feed(detector: Detector, records: Iterable[StepRecord], skip: bool = True) -
     verdicts = []
     for record in records:
         verdict = detector.inspect(record)
-        detector.learn(record, verdict, applied=not skip or (verdict is None and record.finite))
+        detector.learn(record, applied=not skip or (verdict is None and record.finite))
         verdicts.append(verdict)
     return verdicts
 

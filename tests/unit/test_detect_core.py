@@ -97,7 +97,7 @@ def test_grad_norm_waits_for_warm_up_and_ignores_the_skipped() -> None:
     detector = grad_norm_module.GradNormSpike(GradNormSpike(warmup_steps=20), LATE)
     assert flagged(feed(detector, [step(i, grad_norm=10.0 ** (i % 2 * 3)) for i in range(1, 20)])) == []
     before = detector.state_dict()
-    detector.learn(step(30, grad_norm=1.0), None, applied=False)
+    detector.learn(step(30, grad_norm=1.0), applied=False)
     assert detector.state_dict() == before
 
 
@@ -150,7 +150,7 @@ def test_a_slow_burn_with_normal_gradients_is_found_by_the_loss() -> None:
         record = step(i, loss=noisy(i).loss + max(0, i - 300) ** 2 * 2e-3, grad_norm=noisy(i).grad_norm)
         for detector in detectors:
             verdict = detector.inspect(record)
-            detector.learn(record, verdict, applied=True)
+            detector.learn(record, applied=True)
             if verdict:
                 found.add(detector.name)
     assert "loss_spike" in found
@@ -213,7 +213,8 @@ def test_no_input_puts_a_non_finite_number_into_a_state(values) -> None:
     for i, (loss, grad_norm, applied) in enumerate(values, 1):
         record = step(i, loss=loss, grad_norm=grad_norm)
         for detector in detectors:
-            detector.learn(record, detector.inspect(record), applied=applied)
+            detector.inspect(record)
+            detector.learn(record, applied=applied)
             json.dumps(detector.state_dict(), allow_nan=False)
 
 

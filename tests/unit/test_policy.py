@@ -160,10 +160,9 @@ def test_detectors_and_policy_skip_the_nan_and_nothing_after_it() -> None:
     skipped = []
     for i in range(1, 121):
         record = step(i, loss=math.nan if i == 50 else 2.0 + 0.01 * (i % 3), grad_norm=60.0 if i == 80 else 1.0)
-        found = {d.name: v for d in detectors if (v := d.inspect(record))}
-        decision = policy.decide(record, list(found.values()))
+        decision = policy.decide(record, [v for d in detectors if (v := d.inspect(record))])
         for detector in detectors:
-            detector.learn(record, found.get(detector.name), decision.updates_weights)
+            detector.learn(record, decision.updates_weights)
         policy.settle(decision)
         if decision.action is Action.SKIP:
             skipped.append(i)

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from megatron_stability.megatron import master_weights
 from megatron_stability.numerics import embedding_norm
@@ -66,36 +65,13 @@ class EmbeddingClipHook:
     def _clip(self, weight: torch.nn.Parameter) -> torch.Tensor:
         rows, width = weight.shape
         copies = master_weights.copies(weight, self._optimizer)
-        owner = _sharded_by(weight, self._optimizer)
-        if owner is None:
-            sums = embedding_norm.square_sums(*copies[-1], rows, width)
-        else:
-            sums = embedding_norm.square_sums(*_own_shard(weight, copies, owner), rows, width)
+        sums = embedding_norm.square_sums(*master_weights.own_master(weight, self._optimizer), rows, width)
+        if (owner := master_weights.sharded_by(weight, self._optimizer)) is not None:
             dist.all_reduce(sums, group=owner.data_parallel_group)
         factor = embedding_norm.factors(sums, self._radius)
         for flat, start in copies:
             embedding_norm.scale_rows_(flat, start, width, factor)
         return (factor < 1.0).sum()
-
-
-def _sharded_by(weight: torch.nn.Parameter, optimizer: Any) -> DistributedOptimizer | None:
-    """The distributed optimizer that cuts the weight; the same answer on ranks whose shard is empty."""
-    for leaf in getattr(optimizer, "chained_optimizers", [optimizer]):
-        if isinstance(leaf, DistributedOptimizer) and any(weight in buffer.param_index_map for buffer in leaf.buffers):
-            return leaf
-    return None
-
-
-def _own_shard(
-    weight: torch.nn.Parameter, copies: Sequence[master_weights.Copy], owner: DistributedOptimizer
-) -> master_weights.Copy:
-    """This rank's part of the fp32 master, perhaps empty; an fp32 model's is a part of the parameter itself."""
-    if weight not in owner.model_param_gbuf_map:
-        return master_weights.Copy(copies[0].flat[:0], 0)
-    shard = owner._get_model_param_range_map(weight)["param"]
-    if len(copies) > 1:
-        return copies[-1]
-    return master_weights.Copy(copies[0].flat[shard.start : shard.end], shard.start)
 
 
 def refuse_what_cannot_work(args: Namespace) -> None:
