@@ -18,7 +18,7 @@ from typing import Any
 
 import torch.distributed as dist
 from megatron.training import print_rank_0
-from torch.distributed.checkpoint import CheckpointException
+from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_stability.config import StabilityConfig
 from megatron_stability.errors import UsageError
