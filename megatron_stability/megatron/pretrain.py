@@ -110,7 +110,8 @@ def model_provider(
 
 
 def _layer_spec(spec: Sequence[str] | None, config: Any, vp_stage: int | None) -> Any:
-    if spec is None or (path := seams.spec_path(spec)) == seams.SPEC:  # in 0.18 the named form is a layer's, which can't carry the final norm
+    # In 0.18 the named form is a layer's, which can't carry the final norm.
+    if spec is None or (path := seams.spec_path(spec)) == seams.SPEC:
         return layer_specs.block_spec(config, vp_stage)
     named = import_module(path)
     if named is None:
