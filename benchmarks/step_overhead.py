@@ -222,7 +222,7 @@ def run(device: str, hidden_size: int, steps: int) -> dict[str, Any]:
     for mode in ("stock", "off", "on") if device == "cpu" else ():
         with tempfile.TemporaryDirectory() as folder:
             port = int(rendezvous()["MASTER_PORT"])
-            ranks = [_in_process(count_collectives, mode, rank, port, f"{folder}/{rank}") for rank in range(2)]
+            ranks = [_in_process(count_collectives, mode, rank, port, folder) for rank in range(2)]
             collectives[mode] = [pipe.recv() for _, pipe in ranks].pop()
             for process, _ in ranks:
                 process.join()

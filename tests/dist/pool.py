@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import faulthandler
+import gc
 import importlib
 import multiprocessing
 import os
@@ -33,6 +34,7 @@ import torch.distributed as dist
 from megatron_stability.megatron import cpu
 
 PREPARE_SECONDS, GRACE_SECONDS = 240.0, 10.0
+SAVE_MODULE = "megatron.core.dist_checkpointing.strategies.filesystem_async"
 
 
 class RankTimeout(Exception):  # noqa: N818
@@ -90,8 +92,20 @@ def megatron_on_cpu() -> None:
     """Prepare a template whose ranks have Megatron's training loop on the CPU backend."""
     torch_only()
     cpu.install()
-    importlib.import_module("megatron.core.models.gpt.gpt_layer_specs")
-    importlib.import_module("megatron.training.training")
+    import_megatron()
+
+
+def import_megatron() -> None:
+    """Import the plugin's Megatron side, and what Megatron itself imports only in mid-run, some 10 CPU seconds a rank."""
+    for name in (
+        "megatron_stability.megatron.pretrain",
+        "megatron.core.dist_checkpointing.strategies.fully_parallel",
+        "megatron.core.dist_checkpointing.strategies.torch",
+        SAVE_MODULE,
+        "megatron.core.tokenizers.text.text_tokenizer",
+        "torch.distributed.checkpoint.state_dict_loader",
+    ):
+        importlib.import_module(name)
 
 
 class Pool:
@@ -223,6 +237,7 @@ def _template(connection: Connection, prepare: Callable[[], None]) -> None:
     os.environ.update(cpu.environment())
     torch.set_num_threads(1)
     prepare()
+    gc.freeze()  # a rank's collector leaves the imported modules' pages shared
     connection.send("ready")
     fork = multiprocessing.get_context("fork")
     while True:
@@ -258,6 +273,8 @@ def _work(connection: Connection, folder: Path, rank: int, world: int, timeout: 
     path, job = connection.recv()
     sys.path += [entry for entry in path if entry not in sys.path]  # what `prepare` put first stays first
     fn, args = pickle.loads(job)  # noqa: S301 - from our own parent
+    if SAVE_MODULE in sys.modules:  # its queue of a save's results; a spawned server, its default, would import torch again
+        sys.modules[SAVE_MODULE].get_write_results_queue("fork")
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world))
     store = dist.FileStore(str(folder / "store"), world)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=2 * timeout))

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from megatron_stability.megatron import cpu
 from megatron_stability.records import Decision, StepRecord
-from tests.dist.pool import Context, Pool, torch_only
+from tests.dist.pool import Context, Pool, import_megatron, torch_only
 from tests.e2e import artifacts
 from tests.older_megatron import older_release
 
@@ -35,16 +35,6 @@ MOE = (
 TP2 = ("--tensor-model-parallel-size", "2")
 PP2 = ("--pipeline-model-parallel-size", "2")
 VPP2 = (*PP2, "--num-layers", "4", "--num-layers-per-virtual-pipeline-stage", "1")
-# What a run imports only when it comes to it, at some 10 CPU seconds a rank: imported in the template, once.
-LATE_IMPORTS = (
-    "torch.utils.tensorboard",
-    "torch.distributed.checkpoint.state_dict_loader",
-    "megatron.core.dist_checkpointing.serialization",
-    "megatron.core.dist_checkpointing.strategies.torch",
-    "megatron.core.dist_checkpointing.strategies.filesystem_async",
-    "megatron.core.dist_checkpointing.strategies.fully_parallel",
-    "megatron.core.tokenizers.text.text_tokenizer",
-)
 SHARDED = ("--use-distributed-optimizer",)  # and DP from what the layout leaves
 
 
@@ -68,9 +58,8 @@ def _prepare(release: str | None, patched: bool) -> None:
 
         in_memory.install()
     cpu.install()
-    for slow in LATE_IMPORTS:
-        importlib.import_module(slow)
-    importlib.import_module("megatron_stability.megatron.pretrain")
+    importlib.import_module("torch.utils.tensorboard")
+    import_megatron()
 
 
 def stock() -> None:
@@ -109,12 +98,8 @@ def train(context: Context, flags: tuple[str, ...], probe: Probe | None = None) 
     Returns:
         The exit code, and what the probe saw.
     """
-    from megatron.core.dist_checkpointing.strategies import filesystem_async
-
     from megatron_stability.megatron import pretrain, seams
 
-    # Megatron's queue for a save's results, its server forked rather than spawned: that one would import torch again.
-    filesystem_async.get_write_results_queue("fork")
     sys.argv = ["megatron-stability pretrain", *command_line(flags)]
     provider = pretrain.model_provider if probe is None else partial(_probed_model, probe)
     try:

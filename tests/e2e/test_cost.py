@@ -13,7 +13,7 @@ from tests.e2e import jobs
 
 pytestmark = pytest.mark.megatron
 
-FEW, MORE = 4, 10
+FEW, MORE = 3, 6
 
 
 def collectives(context: Context, flags: tuple[str, ...]) -> tuple[int, Counter[str]]:
