@@ -11,7 +11,9 @@ whatever normalises the cross-entropy (micro-batch mean, or the global count of 
 `--calculate-per-token-loss`) normalises β·Z². z-loss: de Brébisson & Vincent 2016; Chowdhery et al. 2022 (PaLM).
 
 Memory: the logits stay as they came (bf16: half of a saved fp32 softmax), read in blocks of rows, in fp32 within a
-block. Communication: one all-gather of three or four fp32 numbers a token and rank, combined in rank order.
+block, once in forward and once in backward. fp32 logits that nobody reads later hold the softmax from forward on, as
+with Megatron's `vocab_parallel_cross_entropy`, so that backward computes no exponential. Communication: one all-gather
+of three or four fp32 numbers a token and rank, combined in rank order.
 """
 
 from __future__ import annotations
@@ -104,10 +106,15 @@ class _Loss(torch.autograd.Function):
         columns = 4 if settings.smoothing else 3
         mine = torch.zeros(columns, flat.shape[0], dtype=torch.float32, device=logits.device)
         mine[0], mine[2] = -math.inf, -math.inf
+        kept = overwrite and logits.dtype is torch.float32 and settings.cap is None and logits.is_contiguous()
         if real:
             room = _room(flat, real)
             for rows in _blocks(flat):
-                _measure(flat[rows, :real], owned[rows], settings, mine[:, rows], room)
+                softmax = _measure(flat[rows, :real], owned[rows], settings, mine[:, rows], room)
+                if kept:
+                    flat[rows, :real] = softmax
+        if kept:
+            flat[:, real:] = 0.0
         largest, total, picked, mean = _combine(mine, group, settings)
         share = mine[1] * (mine[0] - largest).exp() / total  # of the probability, on this rank
         log_total = total.log()
@@ -117,7 +124,7 @@ class _Loss(torch.autograd.Function):
         ignored = target.reshape(-1) < 0
         loss = loss.masked_fill(ignored, 0.0)
         ctx.save_for_backward(logits, target, largest + log_total, share)
-        ctx.settings, ctx.stats, ctx.overwrite = settings, stats, overwrite
+        ctx.settings, ctx.stats, ctx.overwrite, ctx.kept = settings, stats, overwrite, kept
         ctx.first, ctx.real = first, real
         return loss.view(target.shape)
 
@@ -137,7 +144,10 @@ class _Loss(torch.autograd.Function):
         for rows in _blocks(flat):
             if ctx.real:
                 block, token = flat[rows, : ctx.real], (owned[rows], weight[rows], factor[rows])
-                flat_out[rows, : ctx.real] = _gradient(block, *token, ctx.settings, room)
+                y, softmax = (None, block) if ctx.kept else _softmax(block, ctx.settings.cap, room)
+                _to_gradient(softmax, y, *token, ctx.settings)
+                if not ctx.kept:
+                    flat_out[rows, : ctx.real] = softmax
             flat_out[rows, ctx.real :] = 0.0
         return out, None, None, None, None, None
 
@@ -157,8 +167,8 @@ def _room(flat: Tensor, columns: int) -> Tensor:
     return torch.empty(2, _rows(flat), columns, dtype=torch.float32, device=flat.device)
 
 
-def _measure(block: Tensor, owned: Tensor, settings: LossSettings, out: Tensor, room: Tensor) -> None:
-    """Writes max y, Σexp(y - max), the target's logit where this rank owns it, and (smoothing) Σy."""
+def _measure(block: Tensor, owned: Tensor, settings: LossSettings, out: Tensor, room: Tensor) -> Tensor:
+    """Writes max y, Σexp(y - max), the target's logit where this rank owns it, and (smoothing) Σy; the softmax."""
     y, p = _softmax(block, settings.cap, room)
     here = (owned >= 0) & (owned < y.shape[-1])
     picked = y.gather(-1, owned.clamp(0, y.shape[-1] - 1).unsqueeze(-1)).squeeze(-1)
@@ -167,6 +177,7 @@ def _measure(block: Tensor, owned: Tensor, settings: LossSettings, out: Tensor, 
         out[3] = y.sum(-1)
     out[0] = y.amax(-1)
     out[1] = p.amax(-1).reciprocal()  # the largest logit's probability is exp(0)/Σ
+    return p
 
 
 def _softmax(block: Tensor, cap: float | None, room: Tensor) -> tuple[Tensor, Tensor]:
@@ -197,23 +208,22 @@ def _combine(
     return largest, total, parts[:, 2].amax(0), mean
 
 
-def _gradient(
-    block: Tensor, owned: Tensor, weight: Tensor, factor: Tensor, settings: LossSettings, room: Tensor
-) -> Tensor:
-    """d/d(logits) of a block, fp32, in `room`: weight · ((1 + 2βZ)·p - smoothed onehot) · d(cap)/dx.
+def _to_gradient(
+    p: Tensor, y: Tensor | None, owned: Tensor, weight: Tensor, factor: Tensor, settings: LossSettings
+) -> None:
+    """Turns a block's softmax, [rows, V/T], into d/d(logits): weight · ((1 + 2βZ)·p - smoothed onehot) · d(cap)/dx.
 
-    `factor` is weight · (1 + 2βZ) · this rank's share of the probability, [rows].
+    `factor` is weight · (1 + 2βZ) · this rank's share of the probability, [rows]; `y` the logits, if they are capped.
     """
-    y, gradient = _softmax(block, settings.cap, room)
-    gradient.mul_(factor.unsqueeze(-1))
+    p.mul_(factor.unsqueeze(-1))
     if settings.smoothing:
-        gradient.sub_(weight.unsqueeze(-1) * (settings.smoothing / settings.vocab_size))
-    here = (owned >= 0) & (owned < gradient.shape[-1])
+        p.sub_(weight.unsqueeze(-1) * (settings.smoothing / settings.vocab_size))
+    here = (owned >= 0) & (owned < p.shape[-1])
     hit = torch.where(here, -(1.0 - settings.smoothing) * weight, 0.0)
-    gradient.scatter_add_(-1, owned.clamp(0, gradient.shape[-1] - 1).unsqueeze(-1), hit.unsqueeze(-1))
+    p.scatter_add_(-1, owned.clamp(0, p.shape[-1] - 1).unsqueeze(-1), hit.unsqueeze(-1))
     if settings.cap is not None:
-        gradient.mul_(y.div_(settings.cap).square_().neg_().add_(1.0))
-    return gradient
+        assert y is not None
+        p.mul_(y.div_(settings.cap).square_().neg_().add_(1.0))
 
 
 def vocab_parallel_loss(
@@ -234,8 +244,9 @@ def vocab_parallel_loss(
         settings: vocabulary, cap, β, label smoothing.
         group: tensor-parallel group, None for one rank. Collective: one all-gather, in forward only.
         stats: takes in log-Z at backward, with the weights that the loss got; None for none.
-        overwrite: write the gradient over the logits. Only where nobody reads them later; a second backward through
-            them is then an error of torch's, not a wrong number.
+        overwrite: write the gradient over the logits, and their softmax already in forward where they are fp32 without
+            cap (each row's largest stays the largest). Only where nobody reads their values later; a second backward
+            through them is then an error of torch's, not a wrong number.
 
     Returns:
         [...] fp32 nats, identical on all ranks of the group.

@@ -126,7 +126,9 @@ def hybrid(config: Any, pattern: str) -> list[Any]:
     layer = layer_specs.layer_specs(config, Model())[0].submodules
 
     def part(module: Any, *names: str) -> Any:
-        return ModuleSpec(module, submodules=TransformerLayerSubmodules(**{name: getattr(layer, name) for name in names}))
+        return ModuleSpec(
+            module, submodules=TransformerLayerSubmodules(**{name: getattr(layer, name) for name in names})
+        )
 
     stack = ModuleSpec(
         HybridStack,
@@ -151,7 +153,7 @@ def hybrid(config: Any, pattern: str) -> list[Any]:
 
 
 def scheduled_forward(model: list[Any], microbatches: int = 2) -> None:
-    """One step's forwards by Megatron's own pipeline schedule, in training mode; each data-parallel rank has its own."""
+    """One step's forwards by Megatron's own pipeline schedule, in training mode; each data-parallel rank its own."""
     from megatron.core import parallel_state
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
@@ -213,7 +215,7 @@ def wrapped(gpt: Any, optimizer: str, **options: Any) -> tuple[Any, Any]:
 
 
 def wrapped_chunks(model: list[Any], optimizer: str, **options: Any) -> tuple[list[Any], Any]:
-    """Megatron's bf16 or fp32 wrappers and one of its optimizers: fp32, float16, distributed, overlap, muon, dist-muon."""
+    """Megatron's bf16 or fp32 wrappers, one of its optimizers: fp32, float16, distributed, overlap, muon, dist-muon."""
     from megatron.core.distributed import DistributedDataParallelConfig
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
     from megatron.core.transformer.module import Float16Module

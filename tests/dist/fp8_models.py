@@ -24,7 +24,11 @@ class Run:
     """This rank's model, optimizer and hook; `step` trains one step and returns the hook's signals."""
 
     def __init__(self, context: Context, where: dict[str, Any], fp8: Fp8, folder: str, weights: Any = None) -> None:
-        from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+        from megatron.core.distributed import (
+            DistributedDataParallel,
+            DistributedDataParallelConfig,
+            finalize_model_grads,
+        )
         from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
         from megatron.core.transformer.module import Float16Module
 

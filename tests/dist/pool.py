@@ -101,7 +101,7 @@ def megatron_on_cpu() -> None:
 
 
 def import_megatron() -> None:
-    """Import the plugin's Megatron side, and what Megatron itself imports only in mid-run, some 10 CPU seconds a rank."""
+    """Import the plugin's Megatron side, and what Megatron itself imports in mid-run, some 10 CPU seconds a rank."""
     for name in (
         "megatron_stability.megatron.pretrain",
         "megatron.core.dist_checkpointing.strategies.fully_parallel",
@@ -204,7 +204,10 @@ def _collect(folder: Path, ranks: dict[int, tuple[int, Connection]], timeout: fl
             try:
                 failed_at, answer = _Answer(io.BytesIO(connection.recv_bytes())).load()
             except EOFError:
-                failed_at, answer = -1.0, RankDied(f"rank {rank} ended without an answer")  # the cause, whoever reports first
+                failed_at, answer = (
+                    -1.0,
+                    RankDied(f"rank {rank} ended without an answer"),
+                )  # the cause, whoever reports first
             if failed_at:
                 failures.append((failed_at, rank, answer))
                 deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
@@ -289,7 +292,9 @@ def _work(connection: Connection, folder: Path, rank: int, world: int, timeout: 
     path, job = connection.recv()
     sys.path += [entry for entry in path if entry not in sys.path]  # what `prepare` put first stays first
     fn, args = pickle.loads(job)  # noqa: S301 - from our own parent
-    if SAVE_MODULE in sys.modules:  # its queue of a save's results; a spawned server, its default, would import torch again
+    if (
+        SAVE_MODULE in sys.modules
+    ):  # its queue of a save's results; a spawned server, its default, would import torch again
         sys.modules[SAVE_MODULE].get_write_results_queue("fork")
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world))
     store = dist.FileStore(str(folder / "store"), world)

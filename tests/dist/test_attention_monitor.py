@@ -113,7 +113,7 @@ def test_case_10_a_monitor_without_clipping_collects_and_sees_through_a_cap(mega
 
 
 def from_the_kernel(context: Context, tp: int) -> tuple[Any, Any, Any]:
-    """A core attention that keeps its heads' maxima as Megatron's TEDotProductAttention does, over two micro-batches."""
+    """A core attention that keeps its heads' maxima as TEDotProductAttention does, over two micro-batches."""
     from megatron_stability.megatron.core_attention import CoreAttention
     from megatron_stability.numerics.attention_probe import Mask, of_queries_and_keys
 

@@ -6,7 +6,6 @@ import math
 from typing import Any
 
 import pytest
-import torch
 
 from megatron_stability.errors import UsageError
 from megatron_stability.numerics.fp8_config import Fp8
@@ -28,7 +27,9 @@ def scales_after_steps(context: Context, folder: str, tp: int, pp: int) -> Any:
 
 
 @pytest.mark.parametrize(("tp", "pp"), [(2, 2), (1, 1)], ids=["tp2pp2", "dp2"])
-def test_delayed_scales_are_equal_on_all_ranks_of_a_stage(megatron_ranks: Pool, tmp_path: Any, tp: int, pp: int) -> None:
+def test_delayed_scales_are_equal_on_all_ranks_of_a_stage(
+    megatron_ranks: Pool, tmp_path: Any, tp: int, pp: int
+) -> None:
     world = 4 if pp == 2 else 2
     results = megatron_ranks.run(scales_after_steps, str(tmp_path), tp, pp, world=world, timeout=300)
     stages = [results[: world // pp], results[world // pp :]] if pp == 2 else [results]
@@ -42,7 +43,9 @@ def test_delayed_scales_are_equal_on_all_ranks_of_a_stage(megatron_ranks: Pool, 
 
 
 def telemetry(context: Context, folder: str, recipe: str, weights: Any) -> Any:
-    run = Run(context, small.layout(context.world, tp=context.world), Fp8(emulate=recipe, sample_every=1), folder, weights)
+    run = Run(
+        context, small.layout(context.world, tp=context.world), Fp8(emulate=recipe, sample_every=1), folder, weights
+    )
     chunk = run.chunks[0]
     start = {small.whole_name(chunk, name): p.detach().float().clone() for name, p in chunk.named_parameters()}
     signals = run.step()
@@ -56,7 +59,9 @@ def test_telemetry_at_tp_1_and_2_agrees(megatron_ranks: Pool, tmp_path: Any, rec
     first, second = megatron_ranks.run(telemetry, str(tmp_path), recipe, weights, world=2, timeout=200)
     for site, amax in whole.items():
         largest = max(first[1][site], second[1][site])
-        assert largest == (amax if site.endswith("weight") else pytest.approx(amax, rel=0.03 if recipe == "delayed" else 0.1)), site
+        assert largest == (
+            amax if site.endswith("weight") else pytest.approx(amax, rel=0.03 if recipe == "delayed" else 0.1)
+        ), site
     for name in ("fp8/saturation", "fp8/underflow"):
         assert first[2][name] == second[2][name], "combined over the stage, equal on its ranks"
         assert first[2][name] == pytest.approx(one[name], rel=0.1, abs=1e-3), name
@@ -76,7 +81,9 @@ def outliers(context: Context, folder: str) -> Any:
     return calm, rise, again, fall
 
 
-def test_an_activation_outlier_and_a_shrunken_gradient_are_seen_in_their_step(megatron_ranks: Pool, tmp_path: Any) -> None:
+def test_an_activation_outlier_and_a_shrunken_gradient_are_seen_in_their_step(
+    megatron_ranks: Pool, tmp_path: Any
+) -> None:
     ((calm, rise, again, fall),) = megatron_ranks.run(outliers, str(tmp_path), world=1, timeout=300)
     assert calm["fp8/amax_rise"] < 16
     assert calm["fp8/amax_fall"] < 256

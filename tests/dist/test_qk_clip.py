@@ -1,4 +1,4 @@
-"""QK-clip on Megatron's own modules: what a recomputed forward shows, in every layout, and that no cut changes a bit."""
+"""QK-clip on Megatron's own modules: what a recomputed forward shows, in every layout; no cut changes a bit."""
 
 from __future__ import annotations
 
@@ -262,7 +262,14 @@ def refused_flags(context: Context) -> dict[str, str]:
 
     on = {"qk_clip": {"enabled": True}}
     probe = {"qk_clip": {"measure": "probe"}, "observe": {"attention": {"enabled": True}}}
-    flags = ("qk_clip", "qk_l2_norm", "fp8_param_gather", "use_megatron_fsdp", "use_torch_fsdp2", "optimizer_cpu_offload")
+    flags = (
+        "qk_clip",
+        "qk_l2_norm",
+        "fp8_param_gather",
+        "use_megatron_fsdp",
+        "use_torch_fsdp2",
+        "optimizer_cpu_offload",
+    )
     answers = {name: ask(on, **{name: True}) for name in (*flags, "overlap_param_gather_with_optimizer_step")}
     answers |= {"context_parallel_size": ask(probe, context_parallel_size=2)}
     answers |= {"overlap_param_gather": ask(probe, overlap_param_gather=True)}

@@ -16,7 +16,12 @@ FP32, BF16 = 1e-3, 2.0**-6  # docs/qk_clip.md says where they come from
 #: World size, tensor, pipeline and virtual size, kind of attention, optimizer (bf16 unless it says fp32), and more.
 CASES: dict[str, dict[str, Any]] = {
     "sequence parallel": {"world": 2, "tp": 2, "options": {"sequence_parallel": True}},
-    "case 8: sequence parallel, fp32": {"world": 2, "tp": 2, "optimizer": "fp32", "options": {"sequence_parallel": True}},
+    "case 8: sequence parallel, fp32": {
+        "world": 2,
+        "tp": 2,
+        "optimizer": "fp32",
+        "options": {"sequence_parallel": True},
+    },
     "sequence parallel, QK-norm over the whole projection": {
         "world": 2,
         "tp": 2,
