@@ -176,9 +176,12 @@ import os, sys, time
 from megatron_stability.record.ledger import Ledger, RunInfo
 from tests.unit.test_ledger import decision, record, start
 ledger = start(sys.argv[1])
+forked, worker = os.pipe()
 if os.fork() == 0:  # a data-loader worker that outlives its parent
+    os.write(worker, b"1")
     time.sleep(60)
     os._exit(0)
+os.read(forked, 1)
 print("ready", flush=True)
 step = 0
 while True:
