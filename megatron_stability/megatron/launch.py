@@ -76,7 +76,8 @@ def pretrain(argv: Sequence[str]) -> int:
         argv: the launcher's flags and Megatron's.
 
     Returns:
-        The exit code: 0, 2 for unusable input, or the ranks' own (18: the policy halted the run).
+        The exit code: 0, 2 for unusable input, or the ranks' own (18: the policy halted the run; 19: it is to be
+        started again).
     """
     options, rest = _options("pretrain", argv)
     return _launch(options, rest, script=None)

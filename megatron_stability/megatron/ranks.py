@@ -15,7 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from megatron_stability.errors import EXIT_FINE, EXIT_HALTED, EXIT_UNUSABLE, UsageError
+from megatron_stability.errors import EXIT_FINE, EXIT_HALTED, EXIT_REWIND, EXIT_UNUSABLE, UsageError
 
 GRACE_S = 10.0  # how long the other ranks may take to end by themselves once one has failed
 TAIL = 60  # lines of the failing rank's standard error that are shown
@@ -103,7 +103,7 @@ class Ranks:
         return EXIT_FINE
 
     def _tell(self, rank: int, code: int) -> None:
-        if code in (EXIT_UNUSABLE, EXIT_HALTED):
+        if code in (EXIT_UNUSABLE, EXIT_HALTED, EXIT_REWIND):
             sys.stderr.write(self._log(rank).read_text(errors="replace"))
             return
         lines = self._log(rank).read_text(errors="replace").splitlines()

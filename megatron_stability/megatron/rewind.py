@@ -26,7 +26,7 @@ from megatron_stability.act.pass_over import PassOver
 from megatron_stability.act.scale import Scale
 from megatron_stability.config import StabilityConfig
 from megatron_stability.errors import EXIT_HALTED, EXIT_REWIND, UsageError
-from megatron_stability.megatron import rank_state, resume, snapshot
+from megatron_stability.megatron import optimizer_state, rank_state, resume, snapshot
 from megatron_stability.megatron.checkpoint import Checkpoints
 from megatron_stability.megatron.data_iterators import DataIterators, draw
 from megatron_stability.megatron.snapshot import Snapshot
@@ -123,6 +123,7 @@ class Rewinds:
         if len(self.pass_over.windows) > known:  # a restart knows the step by its samples
             self._write(self._state)
         draw(data_iterator)
+        optimizer_state.give_empty_state(self._live[1])  # a save in a window before the first update needs it
         args.skipped_train_samples += samples
         record = StepRecord(
             step=step, first_sample=first, samples=samples, tokens=0.0, loss=math.nan, grad_norm=math.nan
@@ -134,7 +135,8 @@ class Rewinds:
         return True
 
     def halted(self, step: int, reason: str) -> None:
-        """Tell a supervisor."""
+        """Finish pending saves, which count too, and tell a supervisor."""
+        self._finish_saves()
         end = {"status": "halt", "step": step, "reason": reason, "exit_code": EXIT_HALTED}
         self._write(self._state.model_copy(update=end))
 
@@ -157,8 +159,7 @@ class Rewinds:
             UsageError: the load failed; the next start goes back instead.
         """
         policy, scales = self._budgets
-        maybe_finalize_async_save(blocking=True)
-        self._checkpoints.settle()
+        self._finish_saves()
         window = int(decision.parameters["skip_steps"]) * record.samples
         first = max(0, record.last_sample - window)
         in_process = self._config.decide.rewind == "in_process" and _trusted(decision)
@@ -191,6 +192,10 @@ class Rewinds:
             f"{first} to {record.last_sample - 1} will be passed over"
         )
         return "rewound"
+
+    def _finish_saves(self) -> None:
+        maybe_finalize_async_save(blocking=True)
+        self._checkpoints.settle()
 
     def _choose(self, back: int, sample: int, in_process: bool) -> Manifest | Snapshot | None:
         """The snapshot for a first attempt, if it is old enough; else a checkpoint."""

@@ -84,8 +84,11 @@ def older_patched() -> None:
 
 def command_line(flags: tuple[str, ...]) -> tuple[str, ...]:
     """`flags` after, so winning over, `MODEL` and the CPU backend's; bf16 unless fp16, mock data if no path."""
-    mock = not any(flag.endswith("-data-path") for flag in flags)
-    model = tuple(flag for flag in MODEL if mock or flag != "--mock-data")
+    model, at = MODEL, MODEL.index("--global-batch-size")
+    if "--step-batch-size-schedule" in flags:  # Megatron takes one of the two only
+        model = MODEL[:at] + MODEL[at + 2 :]
+    if any(flag.endswith("-data-path") for flag in flags):
+        model = tuple(flag for flag in model if flag != "--mock-data")
     return (*model, *cpu.FLAGS, *(() if "--fp16" in flags else ("--bf16",)), *flags)
 
 

@@ -23,10 +23,6 @@ from tests.e2e.test_resume_and_halt import Actions
 pytestmark = pytest.mark.megatron
 
 OVERLAP = (*jobs.SHARDED, "--overlap-grad-reduce", "--overlap-param-gather")
-LAYOUTS = {
-    "tp2-pp2": ((*jobs.TP2, *jobs.PP2), 4),
-    "dp2-distributed-optimizer-overlap": (OVERLAP, 2),
-}
 SAVES = ("--save-interval", "4")
 
 
@@ -94,18 +90,20 @@ def assert_as_by_hand(
     return rewound
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_rewind_is_a_start_from_that_checkpoint(
-    pools: dict[tuple[str, str], Pool], tmp_path: Path, layout: str
+def test_a_rewind_is_a_start_from_that_checkpoint(pools: dict[tuple[str, str], Pool], tmp_path: Path) -> None:
+    assert_as_by_hand(pools["0.19.2", "patched"], (*jobs.TP2, *jobs.PP2, *iterations(12)), 4, tmp_path)
+
+
+def test_from_a_checkpoint_or_from_memory_with_gathers_under_way(
+    pools: dict[tuple[str, str], Pool], tmp_path: Path
 ) -> None:
-    flags, world = LAYOUTS[layout]
-    assert_as_by_hand(pools["0.19.2", "patched"], (*flags, *iterations(12)), world, tmp_path)
-
-
-def test_a_snapshot_in_memory_is_as_good_as_a_checkpoint(pools: dict[tuple[str, str], Pool], tmp_path: Path) -> None:
-    """It is of step 9, and checkpoints are of every fourth step."""
-    flags = (*OVERLAP, *iterations(12), "--stability-decide-snapshot-steps", "9")
-    assert_as_by_hand(pools["0.19.2", "patched"], flags, 2, tmp_path, back_to=9)
+    """The snapshot is of step 9, and checkpoints are of every fourth step."""
+    pool, flags = pools["0.19.2", "patched"], (*OVERLAP, *iterations(12))
+    by_hand = assert_as_by_hand(pool, flags, 2, tmp_path)
+    memory = ("--stability-decide-snapshot-steps", "9")
+    seen = run(pool, (*flags, *memory, *rules(2), *faults(11)), 2, tmp_path / "memory")
+    assert seen[10:] == [(11, "rewind"), (10, "skip"), (11, "skip"), (12, "apply")]
+    assert artifacts.differences(jobs.read_checkpoint(pool, tmp_path / "memory", 12), by_hand) == []
 
 
 def test_each_attempt_goes_further_back_and_the_last_one_halts(
