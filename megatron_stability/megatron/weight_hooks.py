@@ -25,6 +25,8 @@ from megatron_stability.megatron.telemetry import NormsHook, StepHook
 from megatron_stability.observe.reduction import How
 from megatron_stability.records import AttentionTable, StepRecord
 
+_NO_PLAIN_MASTERS = ("use_precision_aware_optimizer", "fp8_param_gather", "fp4_param_gather", "optimizer_cpu_offload")
+
 
 class WeightHook(Protocol):
     """One of them. Every rank has the same ones; "collective" methods are called by every rank, in the same order."""
@@ -125,7 +127,11 @@ def _observers(
         hooks.append(ReplicaHook(observe.replicas, model, device, args, vocab_size))
     hooks.append(StepHook(float(optimizer.config.clip_grad)))
     if not sharded:
-        hooks.append(NormsHook(observe.norms, model, optimizer, args))
+        norms = observe.norms
+        if flag := next((name for name in _NO_PLAIN_MASTERS if getattr(args, name, False)), None):
+            say(args, f"--{flag.replace('_', '-')}: no norms of weights, for their masters are no plain fp32 tensors")
+            norms = norms.model_copy(update={"params_every": 0})
+        hooks.append(NormsHook(norms, model, optimizer, args))
     if _graphs(args):
         say(args, "--cuda-graph-impl: a replayed graph calls no hook, so batches and experts are not observed")
     elif args.num_experts and observe.moe.every:

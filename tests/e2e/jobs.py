@@ -15,7 +15,6 @@ from typing import Any, Protocol
 
 from megatron_stability.megatron import cpu
 from megatron_stability.records import Decision, StepRecord
-from tests.dist import small_gpt
 from tests.dist.pool import Context, Pool, import_megatron, torch_only
 from tests.e2e import artifacts
 from tests.older_megatron import older_release
@@ -85,11 +84,11 @@ def older_patched() -> None:
 
 def command_line(flags: tuple[str, ...]) -> tuple[str, ...]:
     """`flags` after, so winning over, `MODEL` and the CPU backend's; bf16 unless fp16, mock data if no path."""
-    mock = not any(flag.endswith("-data-path") for flag in flags)
-    model = tuple(flag for flag in MODEL if mock or flag != "--mock-data")
-    at = model.index("--global-batch-size")
+    model, at = MODEL, MODEL.index("--global-batch-size")
     if "--step-batch-size-schedule" in flags:  # Megatron takes one of the two only
-        model = model[:at] + model[at + 2 :]
+        model = MODEL[:at] + MODEL[at + 2 :]
+    if any(flag.endswith("-data-path") for flag in flags):
+        model = tuple(flag for flag in model if flag != "--mock-data")
     return (*model, *cpu.FLAGS, *(() if "--fp16" in flags else ("--bf16",)), *flags)
 
 
@@ -106,8 +105,6 @@ def train(context: Context, flags: tuple[str, ...], probe: Probe | None = None) 
     """
     from megatron_stability.megatron import pretrain, seams
 
-    if "--async-save" in flags:
-        small_gpt.fork_checkpoint_writer()
     sys.argv = ["megatron-stability pretrain", *command_line(flags)]
     provider = pretrain.model_provider if probe is None else partial(_probed_model, probe)
     try:
