@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 from megatron_stability.megatron import cpu
 from megatron_stability.records import Decision, StepRecord
+from tests.dist import small_gpt
 from tests.dist.pool import Context, Pool, import_megatron, torch_only
 from tests.e2e import artifacts
 from tests.older_megatron import older_release
@@ -105,6 +106,8 @@ def train(context: Context, flags: tuple[str, ...], probe: Probe | None = None) 
     """
     from megatron_stability.megatron import pretrain, seams
 
+    if "--async-save" in flags:
+        small_gpt.fork_checkpoint_writer()
     sys.argv = ["megatron-stability pretrain", *command_line(flags)]
     provider = pretrain.model_provider if probe is None else partial(_probed_model, probe)
     try:
