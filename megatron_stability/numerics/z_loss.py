@@ -12,7 +12,8 @@ whatever normalises the cross-entropy (micro-batch mean, or the global count of 
 
 Memory: the logits stay as they came (bf16: half of a saved fp32 softmax), read in blocks of rows, in fp32 within a
 block, once in forward and once in backward. fp32 logits that nobody reads later hold the softmax from forward on, as
-with Megatron's `vocab_parallel_cross_entropy`, so that backward computes no exponential. Communication: one all-gather
+with Megatron's `vocab_parallel_cross_entropy`, so that backward computes no exponential; with a cap they hold the
+capped logits, so that it computes no tanh. Communication: one all-gather
 of three or four fp32 numbers a token and rank, combined in rank order.
 """
 
@@ -106,15 +107,13 @@ class _Loss(torch.autograd.Function):
         columns = 4 if settings.smoothing else 3
         mine = torch.zeros(columns, flat.shape[0], dtype=torch.float32, device=logits.device)
         mine[0], mine[2] = -math.inf, -math.inf
-        kept = overwrite and logits.dtype is torch.float32 and settings.cap is None and logits.is_contiguous()
+        kept = overwrite and logits.dtype is torch.float32 and logits.is_contiguous()
         if real:
             room = _room(flat, real)
             for rows in _blocks(flat):
-                softmax = _measure(flat[rows, :real], owned[rows], settings, mine[:, rows], room)
+                y, softmax = _measure(flat[rows, :real], owned[rows], settings, mine[:, rows], room)
                 if kept:
-                    flat[rows, :real] = softmax
-        if kept:
-            flat[:, real:] = 0.0
+                    flat[rows, :real] = softmax if settings.cap is None else y
         largest, total, picked, mean = _combine(mine, group, settings)
         share = mine[1] * (mine[0] - largest).exp() / total  # of the probability, on this rank
         log_total = total.log()
@@ -144,11 +143,13 @@ class _Loss(torch.autograd.Function):
         for rows in _blocks(flat):
             if ctx.real:
                 block, token = flat[rows, : ctx.real], (owned[rows], weight[rows], factor[rows])
-                y, softmax = (None, block) if ctx.kept else _softmax(block, ctx.settings.cap, room)
+                if ctx.kept and ctx.settings.cap is None:
+                    _to_gradient(block, None, *token, ctx.settings)
+                    continue
+                y, softmax = _softmax(block, None if ctx.kept else ctx.settings.cap, room)
                 _to_gradient(softmax, y, *token, ctx.settings)
-                if not ctx.kept:
-                    flat_out[rows, : ctx.real] = softmax
-            flat_out[rows, ctx.real :] = 0.0
+                flat_out[rows, : ctx.real] = softmax
+        flat_out[:, ctx.real :] = 0.0
         return out, None, None, None, None, None
 
 
@@ -167,8 +168,8 @@ def _room(flat: Tensor, columns: int) -> Tensor:
     return torch.empty(2, _rows(flat), columns, dtype=torch.float32, device=flat.device)
 
 
-def _measure(block: Tensor, owned: Tensor, settings: LossSettings, out: Tensor, room: Tensor) -> Tensor:
-    """Writes max y, Σexp(y - max), the target's logit where this rank owns it, and (smoothing) Σy; the softmax."""
+def _measure(block: Tensor, owned: Tensor, settings: LossSettings, out: Tensor, room: Tensor) -> tuple[Tensor, Tensor]:
+    """Writes max y, Σexp(y - max), the target's logit where this rank owns it, and (smoothing) Σy; y and softmax."""
     y, p = _softmax(block, settings.cap, room)
     here = (owned >= 0) & (owned < y.shape[-1])
     picked = y.gather(-1, owned.clamp(0, y.shape[-1] - 1).unsqueeze(-1)).squeeze(-1)
@@ -177,7 +178,7 @@ def _measure(block: Tensor, owned: Tensor, settings: LossSettings, out: Tensor, 
         out[3] = y.sum(-1)
     out[0] = y.amax(-1)
     out[1] = p.amax(-1).reciprocal()  # the largest logit's probability is exp(0)/Σ
-    return p
+    return y, p
 
 
 def _softmax(block: Tensor, cap: float | None, room: Tensor) -> tuple[Tensor, Tensor]:
@@ -244,9 +245,9 @@ def vocab_parallel_loss(
         settings: vocabulary, cap, β, label smoothing.
         group: tensor-parallel group, None for one rank. Collective: one all-gather, in forward only.
         stats: takes in log-Z at backward, with the weights that the loss got; None for none.
-        overwrite: write the gradient over the logits, and their softmax already in forward where they are fp32 without
-            cap (each row's largest stays the largest). Only where nobody reads their values later; a second backward
-            through them is then an error of torch's, not a wrong number.
+        overwrite: write the gradient over the logits, and where they are fp32 already in forward their softmax or, with
+            a cap, the capped ones. Only where nobody reads their values later; a second backward through them is then
+            an error of torch's, not a wrong number.
 
     Returns:
         [...] fp32 nats, identical on all ranks of the group.
