@@ -33,7 +33,7 @@ train() { # name, processes, flags
 }
 
 watch=(--stability-observe-attention-enabled true)
-clip=(--stability-qk-clip-enabled true --stability-qk-clip-tau "$tau" --stability-qk-clip-headroom 0.25)
+clip=(--stability-qk-clip-enabled true --stability-qk-clip-tau "$tau" --stability-qk-clip-headroom 0.5)
 data_parallel=(--use-distributed-optimizer)
 model_parallel=(--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2)
 train dp2-without 2 "${data_parallel[@]}" "${watch[@]}"
