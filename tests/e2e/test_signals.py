@@ -216,7 +216,7 @@ def test_each_of_several_validation_sets_has_its_loss_in_the_ledger(
     data = ("--train-data-path", paths["train"], "--valid-data-path", paths["prose"], paths["digits"])
     sets = ("--multiple-validation-sets", "--full-validation", "--validation-set-names", "prose", "digits")
     often = ("--eval-interval", "2", "--train-iters", "3", "--vocab-size", "257")
-    _run(pools["0.19.2", "patched"], tmp_path, 2, Norms(), *jobs.PP2, *data, *sets, *often)
+    _run(pools["0.19.2", "patched"], tmp_path, 2, Norms(), *jobs.TP2, *data, *sets, *often)
     steps = entries.read(tmp_path).steps
     assert [step.signals.get("held_out") for step in steps] == [None, None, 2.0]
     losses = [steps[2].signals[f"held_out/{name}"] for name in ("prose", "digits")]
