@@ -184,7 +184,7 @@ def test_a_bad_batch_is_skipped_by_its_data_without_compute(
     rules = tmp_path / "rules.yaml"
     rules.write_text("decide: {rules: [{detector: bad_batch, tier: medium, action: skip}]}", encoding="utf-8")
     flags = ("--stability-config", str(rules), "--stability-detect-bad-batch-calibration-steps", "10")
-    data = ("--train-data-path", str(tmp_path / "train"), "--vocab-size", "257", "--split", "100,0,0")
+    data = ("--data-path", str(tmp_path / "train"), "--vocab-size", "257", "--split", "100,0,0")
     seen = _run(pools["0.19.2", "patched"], tmp_path, 2, Norms(), *layout, *flags, *data, "--train-iters", "60")
     assert [row.reason for row in seen[0]] == [row.reason for row in seen[1]]
     steps = entries.read(tmp_path).steps
@@ -216,7 +216,7 @@ def test_each_of_several_validation_sets_has_its_loss_in_the_ledger(
     data = ("--train-data-path", paths["train"], "--valid-data-path", paths["prose"], paths["digits"])
     sets = ("--multiple-validation-sets", "--full-validation", "--validation-set-names", "prose", "digits")
     often = ("--eval-interval", "2", "--train-iters", "3", "--vocab-size", "257")
-    _run(pools["0.19.2", "patched"], tmp_path, 2, Norms(), *jobs.PP2, *data, *sets, *often)
+    _run(pools["0.19.2", "patched"], tmp_path, 2, Norms(), *jobs.TP2, *data, *sets, *often)
     steps = entries.read(tmp_path).steps
     assert [step.signals.get("held_out") for step in steps] == [None, None, 2.0]
     losses = [steps[2].signals[f"held_out/{name}"] for name in ("prose", "digits")]
