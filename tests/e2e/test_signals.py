@@ -49,6 +49,9 @@ class Norms:
         self._runtime = runtime
 
     def write(self, record: StepRecord, decision: Decision) -> None:
+        from megatron.core import parallel_state
+
+        cut = parallel_state.get_tensor_model_parallel_world_size() > 1  # a layer's weights say so at size 1 too
         grads, weights = {}, {}
         for chunk in self._runtime.model:
             layers = {path: m.layer_number for path, m in chunk.named_modules() if path.endswith(("rs.0", "rs.1"))}
@@ -56,7 +59,7 @@ class Norms:
                 path = next((path for path in layers if name.startswith(path + ".")), None)
                 key = f"layer{layers[path]}{name.removeprefix(path)}" if path else name
                 experts = not getattr(parameter, "allreduce", True)
-                sharded = experts or bool(getattr(parameter, "tensor_model_parallel", False))
+                sharded = experts or (cut and bool(getattr(parameter, "tensor_model_parallel", False)))
                 grads[key] = sharded, float(parameter.main_grad.double().square().sum())
                 weights[key] = sharded, float(parameter.detach().double().square().sum())
         row = dict(record.signals), record.disagreeing_ranks, decision.reason, record.loss, grads, self._weights
@@ -65,7 +68,7 @@ class Norms:
 
 
 def _total(ranks: list[dict[str, tuple[bool, float]]], begin: str = "") -> float:
-    """Norm over all ranks of a job without data parallelism, each parameter once."""
+    """Norm over all ranks of a job, each parameter once; data-parallel replicas are alike."""
     names = {name for rank in ranks for name in rank if name.startswith(begin)}
     total = 0.0
     for name in names:
