@@ -1,6 +1,6 @@
 """What data-parallel replicas must have in common to the bit, as digests in the step's one collective.
 
-    weights   as the step's forward used them, every `weights_every` steps
+    weights   as the step's forward used them, every `weights_every` steps and where a save is planned
     compute   what a fixed micro-batch makes of this rank's layers, every `compute_every` steps: outputs, and with
               --deterministic-mode or on CPUs the gradients too
 
@@ -87,7 +87,7 @@ class ReplicaHook:
 
     def observe(self) -> Mapping[str, torch.Tensor]:
         """The digests that are due."""
-        if self._settings.weights_every and self._step % self._settings.weights_every == 0:
+        if self._settings.weights_due(self._step, saves=saves_after(self._args, self._step)):
             for name, tensors in self._weights.items():
                 if name in self._signals and tensors:
                     self._found[name] = fold(digest(tensors))
@@ -95,6 +95,17 @@ class ReplicaHook:
 
     def update_done(self, record: StepRecord, updated: bool) -> None:
         """Nothing."""
+
+
+def saves_after(args: Namespace, step: int) -> bool:
+    """Whether Megatron plans to save after this 1-based step; SIGTERM and --exit-duration-in-mins are not foreseen.
+
+    After `checkpoint_and_decide_exit` and the end of `pretrain` in megatron/training/training.py.
+    """
+    if not args.save:
+        return False
+    every = (args.save_interval, args.non_persistent_save_interval, args.exit_interval)
+    return step == args.train_iters or any(interval and step % interval == 0 for interval in every)
 
 
 class FixedBatch:

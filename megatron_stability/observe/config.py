@@ -33,10 +33,19 @@ class Moe(Section):
 class Replicas(Section):
     """What data-parallel replicas must have in common to the bit; the digests travel in the step's one collective."""
 
-    weights_every: int = Field(1000, ge=0, description="steps between two digests of the weights; 0: never")
+    weights_every: int = Field(
+        1000, ge=0, description="steps between two digests of the weights, taken before each planned save too; 0: never"
+    )
     compute_every: int = Field(
         0, ge=0, description="steps between two checks of what replicas make of a fixed micro-batch; 0: never"
     )
+
+    def weights_due(self, step: int, *, saves: bool) -> bool:
+        """Whether this step compares digests of the weights; `saves`: a checkpoint is planned after it.
+
+        A rank that went apart gives to every rank's gradients, and no one finds that once all ranks resume alike.
+        """
+        return self.weights_every > 0 and (saves or step % self.weights_every == 0)
 
 
 class Batch(Section):

@@ -56,8 +56,14 @@ def checked(context: Context, tp: int, overlap: bool) -> list[tuple[tuple[int, .
         params_dtype=torch.bfloat16,
         num_experts=None,
         expert_model_parallel_size=1,
+        save="out",
+        save_interval=1,  # so that weights are due on every step
+        non_persistent_save_interval=None,
+        exit_interval=None,
+        train_iters=4,
     )
-    hook = ReplicaHook(Replicas(weights_every=1, compute_every=1), [chunk], torch.device("cpu"), args, vocab_size=100)
+    settings = Replicas(weights_every=1000, compute_every=1)
+    hook = ReplicaHook(settings, [chunk], torch.device("cpu"), args, vocab_size=100)
     hook.train_begins()
     reduction = Reduction(context.group, torch.device("cpu"), hook.signals)
     last, found = context.rank == context.world - 1, []

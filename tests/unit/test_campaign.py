@@ -8,6 +8,7 @@ import pytest
 
 from megatron_stability.decide.config import Decide
 from megatron_stability.decide.policy import TablePolicy
+from megatron_stability.observe.config import Replicas
 from tests.drills import simulated
 from tests.drills.simulated import Fault, Scenario, Stop
 
@@ -25,6 +26,24 @@ def test_a_rank_that_goes_apart_is_named_and_the_run_still_ends_well(tmp_path: P
     outcome = simulated.Job(Scenario(5, 4, 60, faults, stops), tmp_path).run()
     assert outcome[:5] == CLEAN
     assert (outcome.skipped, outcome.halts, outcome.starts) == (2, 1, 6)
+
+
+def test_no_planned_save_holds_what_a_wrong_rank_gave_to_all(tmp_path: Path) -> None:
+    faults, killed = (Fault("wrong", 26, 2), Fault("nan", 40, 1)), (Stop("kill", 29, "at the gate"),)  # saved at 28
+    outcome = simulated.Job(Scenario(6, 3, 50, faults, killed), tmp_path).run()
+    assert (outcome[:5], outcome.halts, outcome.hidden) == (CLEAN, 1, 0)
+
+
+def test_what_an_unplanned_save_hides_is_counted(tmp_path: Path) -> None:
+    faults, signalled = (Fault("wrong", 31, 2), Fault("nan", 40, 1)), (Stop("sigterm", 34),)
+    outcome = simulated.Job(Scenario(6, 3, 50, faults, signalled), tmp_path).run()
+    assert (outcome[:5], outcome.halts, outcome.hidden) == (CLEAN, 0, 1)
+
+
+@pytest.mark.parametrize(("every", "due"), [(0, set()), (5, {5, 7, 10}), (1000, {7})])
+def test_weights_are_compared_now_and_then_and_before_planned_saves(every: int, due: set[int]) -> None:
+    replicas = Replicas(weights_every=every)
+    assert {step for step in range(1, 11) if replicas.weights_due(step, saves=step == 7)} == due
 
 
 def test_the_campaign_sees_a_rank_that_decides_otherwise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
