@@ -22,6 +22,17 @@ stage() { # stage NAME COMMAND...
     [ "$rc" = 0 ] || { printf '\n%stest.sh: stage "%s" failed after %d s (exit code %d).\n' "$summary" "$name" "$took" "$rc" >&2; exit 1; }
 }
 
+tests() { # those of one process beside those that start ranks: each leaves the other a core
+    local log rc=0
+    log=$(mktemp)
+    "$bin/python" -m pytest tests --ignore=tests/e2e --ignore=tests/dist >"$log" 2>&1 &
+    "$bin/python" -m pytest tests/dist || rc=$?
+    wait $! || rc=$?
+    cat "$log"
+    rm -f "$log"
+    return "$rc"
+}
+
 # Whatever the caller's shell carries, the tests see this tree's code and no user-site packages.
 unset PYTHONPATH PYTHONHOME PYTHONDONTWRITEBYTECODE  # importing Megatron takes 8 s from bytecode, 24 s from source
 export PYTHONNOUSERSITE=1
@@ -33,7 +44,7 @@ stage "ruff: format" "$bin/ruff" format --check --quiet .
 stage "import-linter" "$bin/lint-imports"
 stage "pure rooms on plain torch" "$bin/python" ci/bare_import.py
 stage "mypy" "$bin/mypy"
-stage "tests" "$bin/python" -m pytest tests --ignore=tests/e2e
+stage "tests" tests
 if [ -z "$fast" ] && [ -d tests/e2e ]; then
     stage "tests: e2e" "$bin/python" -m pytest tests/e2e
 fi

@@ -111,6 +111,8 @@ def import_megatron() -> None:
         "torch.distributed.checkpoint.state_dict_loader",
     ):
         importlib.import_module(name)
+    # The server of a save's results is spawned by default, and would import torch again, for seconds, in each rank.
+    sys.modules[SAVE_MODULE].get_write_results_queue.__wrapped__.__defaults__ = ("fork",)
 
 
 class Pool:
@@ -292,10 +294,6 @@ def _work(connection: Connection, folder: Path, rank: int, world: int, timeout: 
     path, job = connection.recv()
     sys.path += [entry for entry in path if entry not in sys.path]  # what `prepare` put first stays first
     fn, args = pickle.loads(job)  # noqa: S301 - from our own parent
-    if (
-        SAVE_MODULE in sys.modules
-    ):  # its queue of a save's results; a spawned server, its default, would import torch again
-        sys.modules[SAVE_MODULE].get_write_results_queue("fork")
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world))
     store = dist.FileStore(str(folder / "store"), world)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=2 * timeout))

@@ -158,7 +158,7 @@ class Samples(Watch):
 
     def write(self, record: StepRecord, decision: Decision) -> None:
         if decision.action is Action.SKIP and torch.distributed.get_rank() == 0:
-            dataset = self._runtime.rewinds.data.first.iterable._dataset
+            dataset = self._runtime.rewinds.data._chunks[0].datasets[0]
             samples = [dataset[i]["tokens"] for i in range(record.first_sample, record.last_sample)]
             self.seen = torch.stack(samples).tolist()
 
