@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron_stability.detect.growth import Throughput
 from megatron_stability.record import drill, entries, generations, ledger
 from tests.dist.pool import Pool
 from tests.drills import resume_runs
@@ -36,6 +37,8 @@ TP2_PP2 = (*jobs.TP2, *jobs.PP2)
 MUON = ("--optimizer", "muon")
 EP2 = (*jobs.MOE, "--moe-token-dispatcher-type", "alltoall", "--expert-model-parallel-size", "2", *DP2)
 CYCLIC = ("--dataloader-type", "cyclic")
+OF_THE_RUN = (*Throughput.requires, "ranks/weights")  # seconds; and a digest is where a save is planned
+PLUGIN = "megatron_stability"  # its entry in a checkpoint
 RAMP = (  # thresholds in tokens of 64 a sample; both releases ignore the older --rampup-batch-size
     *("--step-batch-size-schedule", "0:4 768:8 1792:12", "--train-samples", "52"),
     *("--lr-warmup-iters", "0", "--lr-warmup-samples", "8", "--lr-decay-samples", "52"),
@@ -165,19 +168,22 @@ def _order(case: Case, first: list[Seen], second: list[Seen]) -> list[str]:
 
 
 def _lines(case: Case, first: list[Any], second: list[Any]) -> list[str]:
-    """Which fields of ledger lines after the middle differ, generation and time aside."""
+    """Which fields of ledger lines after the middle differ, generation, time and `OF_THE_RUN` aside."""
     found = []
     for one, two in zip(first, second, strict=False):
         pair = [entries.strict(step.model_dump(exclude={"generation", "time"})) for step in (one, two)]
         flat = [fields | fields.pop("signals") for fields in pair]
         names = sorted(name for name in flat[0] | flat[1] if flat[0].get(name) != flat[1].get(name))
-        names = [name for name in names if name not in case.unequal]
+        names = [name for name in names if name not in (*case.unequal, *OF_THE_RUN)]
         found += [f"ledger line of step {one.step}: {', '.join(names)}"] if names else []
     return found
 
 
 def _state(pool: Pool, root: Path, step: int) -> dict[str, Any]:
-    return artifacts.unpack(pool.run(_read, root, step, world=1, timeout=60)[0])
+    state: dict[str, Any] = artifacts.unpack(pool.run(_read, root, step, world=1, timeout=60)[0])
+    own = json.loads(state[PLUGIN])
+    del own["detectors"][Throughput.name]  # of wall time
+    return state | {PLUGIN: json.dumps(own)}
 
 
 def _read(context: Any, root: Path, step: int) -> bytes:
