@@ -14,6 +14,16 @@ from tests.dist.pool import Context
 HIDDEN, HEADS, GROUPS, HEAD_DIM, FFN, LAYERS, VOCAB, PADDED, SEQUENCE = 32, 4, 2, 8, 48, 4, 56, 64, 16
 
 
+def batches() -> list[tuple[Tensor, Tensor, Tensor]]:
+    """Two micro-batches (tokens, labels, mask), unequally masked; a rank's rows may have no valid token."""
+    generator = torch.Generator().manual_seed(2)
+    found = []
+    for kept in (0.9, 0.4):
+        tokens, labels = (torch.randint(0, VOCAB, (2, SEQUENCE), generator=generator) for _ in range(2))
+        found.append((tokens, labels, (torch.rand(2, SEQUENCE, generator=generator) < kept).float()))
+    return found
+
+
 def layout(
     world: int,
     tp: int = 1,

@@ -71,16 +71,6 @@ LAYOUTS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
 }
 
 
-def batches() -> list[plain_gpt.Batch]:
-    """Two micro-batches (tokens, labels, mask), unequally masked; a rank's rows may have no valid token."""
-    generator = torch.Generator().manual_seed(2)
-    found = []
-    for kept in (0.9, 0.4):
-        tokens, labels = (torch.randint(0, small.VOCAB, (2, small.SEQUENCE), generator=generator) for _ in range(2))
-        found.append((tokens, labels, (torch.rand(2, small.SEQUENCE, generator=generator) < kept).float()))
-    return found
-
-
 def settings_of(name: str, where: dict[str, Any]) -> tuple[Model, dict[str, Any]]:
     model, more = ALL[name]
     return model, where | {"more": SHAPE | more | where["more"]}
@@ -94,9 +84,9 @@ def expected(name: str) -> tuple[plain_gpt.Weights, list[Tensor], Tensor, plain_
     weights = plain_gpt.random_weights(config, model)
     wide = {key: weight.double().requires_grad_() for key, weight in weights.items()}
     plain = plain_gpt.PlainGPT(wide, config, model)
-    total, losses = plain.objective(batches())
+    total, losses = plain.objective(small.batches())
     total.backward()
-    logits = plain.logits(batches()[0][0]).detach()
+    logits = plain.logits(small.batches()[0][0]).detach()
     return weights, losses, logits, {key: weight.grad for key, weight in wide.items()}
 
 
@@ -105,11 +95,11 @@ def run(context: Context, where: dict[str, Any], cases: list[tuple[str, plain_gp
     results = []
     for name, weights in cases:
         model, here = settings_of(name, where)
-        steps = [small.train_step(context, here, model, weights, batches()) for _ in range(2)]
+        steps = [small.train_step(context, here, model, weights, small.batches()) for _ in range(2)]
         (losses, gradients), (again, gradients_again) = steps
         assert all(torch.equal(a, b) for a, b in zip(losses, again, strict=True))
         assert all(torch.equal(gradients[key][2], gradients_again[key][2]) for key in gradients), name
-        results.append((losses, gradients, small.logits(context, here, model, weights, batches()[0][0])))
+        results.append((losses, gradients, small.logits(context, here, model, weights, small.batches()[0][0])))
     return results
 
 
@@ -143,7 +133,7 @@ def recomputed(context: Context, cases: list[tuple[str, plain_gpt.Weights]]) -> 
         gradients = []
         for more in ({}, *RECOMPUTE.values()):
             model, where = settings_of(name, small.layout(2, tp=2, sp=True, **more))
-            gradients.append(small.train_step(context, where, model, weights, batches())[1])
+            gradients.append(small.train_step(context, where, model, weights, small.batches())[1])
         for other in gradients[1:]:
             assert all(torch.equal(gradient, other[key][2]) for key, (_, _, gradient) in gradients[0].items()), name
 

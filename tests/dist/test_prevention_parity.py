@@ -79,19 +79,9 @@ def qwen3() -> Any:
     return model
 
 
-def batches() -> list[tuple[Tensor, Tensor, Tensor]]:
-    """Two micro-batches (tokens, labels, mask), unequally masked."""
-    generator = torch.Generator().manual_seed(2)
-    found = []
-    for kept in (0.9, 0.4):
-        tokens, labels = (torch.randint(0, small.VOCAB, (2, small.SEQUENCE), generator=generator) for _ in range(2))
-        found.append((tokens, labels, (torch.rand(2, small.SEQUENCE, generator=generator) < kept).float()))
-    return found
-
-
 def step_and_logits(context: Context, where: dict[str, Any], model: Model, weights: dict[str, Tensor]) -> Any:
-    losses, gradients = small.train_step(context, where, model, weights, batches())
-    return losses, gradients, small.logits(context, where, model, weights, batches()[0][0])
+    losses, gradients = small.train_step(context, where, model, weights, small.batches())
+    return losses, gradients, small.logits(context, where, model, weights, small.batches()[0][0])
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -104,9 +94,9 @@ def test_qwen3_with_softcap_and_z_loss(megatron_ranks: Pool, qwen3: Any, name: s
 
     qwen3.zero_grad()
     total = torch.zeros(())
-    everything = sum(float(mask.sum()) for *_, mask in batches())
+    everything = sum(float(mask.sum()) for *_, mask in small.batches())
     expected = []
-    for tokens, labels, mask in batches():
+    for tokens, labels, mask in small.batches():
         cross_entropy, log_z = token_losses(qwen3(tokens).logits, labels, small.VOCAB, 2.0, 0.0)
         expected.append(cross_entropy.detach())
         total = total + ((cross_entropy + 0.05 * log_z.square()) * mask).sum() / everything
@@ -115,7 +105,7 @@ def test_qwen3_with_softcap_and_z_loss(megatron_ranks: Pool, qwen3: Any, name: s
     losses, _, logits = results[-1]
     for got, wanted in zip(losses, expected, strict=True):
         assert relative(got, wanted) < 1e-5
-    raw = qwen3(batches()[0][0]).logits
+    raw = qwen3(small.batches()[0][0]).logits
     assert relative(logits[..., : small.VOCAB], 2.0 * torch.tanh(raw / 2.0)) < 1e-5
     assert logits.abs().max() <= 2.0
     gradients = small.whole_gradients(where, [result[:2] for result in results])

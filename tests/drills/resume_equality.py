@@ -156,7 +156,7 @@ def _epochs(kind: str, data: Path, samples: int) -> float | None:
 
 
 def _train(pool: Pool, case: Case, flags: tuple[str, ...], world: int) -> list[Seen]:
-    seen: list[Seen] = pool.run(resume_runs.train, flags, case.data == "mock", world=world, timeout=240)
+    seen: list[Seen] = pool.run(resume_runs.train, flags, world=world, timeout=240)
     assert [one.code for one in seen] == [0] * world, flags
     return seen
 

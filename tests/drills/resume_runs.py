@@ -58,15 +58,11 @@ def data_flags(kind: str, folder: Path) -> tuple[str, ...]:
     return ("--data-path", *words, "--split", "100,0,0", "--data-cache-path", str(folder / "cache"))
 
 
-def train(context: Context, flags: tuple[str, ...], mock: bool) -> Seen:
+def train(context: Context, flags: tuple[str, ...]) -> Seen:
     """Train on this rank; flags win over `jobs.MODEL`."""
     from megatron_stability.megatron import pretrain, seams
 
-    words = [word for word in jobs.command_line(flags) if mock or word != "--mock-data"]
-    if "--step-batch-size-schedule" in words:  # Megatron takes that or a size
-        at = words.index("--global-batch-size")
-        del words[at : at + 2]
-    sys.argv = ["megatron-stability pretrain", *words]
+    sys.argv = ["megatron-stability pretrain", *jobs.command_line(flags)]
     samples: list[tuple[int, str]] = []
     if "--async-save" in flags:
         small_gpt.fork_checkpoint_writer()
