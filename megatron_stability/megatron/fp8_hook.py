@@ -26,7 +26,7 @@ from megatron_stability.megatron.fp8_linear import GRAD, Backward, Fp8ColumnPara
 from megatron_stability.numerics import fp8_stats
 from megatron_stability.numerics.fp8_config import Fp8
 from megatron_stability.numerics.fp8_recipes import Recipe, delayed_update
-from megatron_stability.observe.fp8 import SIGNALS, AmaxHistory, table, worst
+from megatron_stability.observe.fp8 import SIGNALS, AmaxHistory, binades, table, worst
 from megatron_stability.observe.reduction import Combine
 from megatron_stability.records import StepRecord
 from megatron_stability.sites import TENSORS, Site
@@ -78,6 +78,7 @@ class Fp8Hook:
         self.step_amax = torch.zeros(n, 3, device=device)
         limits = [fmt.max for fmt in self.states[0].formats]
         self._limits = torch.tensor(limits, device=device)
+        self._least_normal = torch.tensor([fmt.least_normal for fmt in self.states[0].formats] * n, device=device)
         for i, state in enumerate(self.states):
             state.scale, state.staged, state.step_amax = self.scale[i], self.history[0, i], self.step_amax[i]
         self._amax_past = AmaxHistory(3 * n, device)
@@ -153,6 +154,8 @@ class Fp8Hook:
         signals = worst("fp8/amax_rise", rise, self._orders) | worst("fp8/amax_fall", rise.reciprocal(), self._orders)
         if self.recipe.name == "delayed":
             signals |= worst("fp8/scale_age", self._amax_past.age(amax, scale), self._orders)
+            used = self._kept[0].view(-1)  # by the step's first micro-batch
+            signals |= binades(amax, used, self._least_normal, self._orders)
         runs = sum(state.runs for state in self.states)
         quantized = runs - sum(state.fallbacks for state in self.states)
         share = len(self.states) / max(1, self._all_linears)

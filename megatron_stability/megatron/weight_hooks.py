@@ -12,7 +12,8 @@ import torch
 from megatron_stability.config import StabilityConfig
 from megatron_stability.detect.base import Detector
 from megatron_stability.detect.signals import silent
-from megatron_stability.megatron import qk_clip, replicas
+from megatron_stability.errors import UsageError
+from megatron_stability.megatron import master_weights, qk_clip, replicas
 from megatron_stability.megatron.batch_monitor import BatchHook
 from megatron_stability.megatron.data_iterators import DataIterators
 from megatron_stability.megatron.fp8_hook import Fp8Hook
@@ -21,6 +22,7 @@ from megatron_stability.megatron.model.embedding_clip import EmbeddingClipHook
 from megatron_stability.megatron.model.loss import real_vocab_size
 from megatron_stability.megatron.moe_monitor import MoeHook
 from megatron_stability.megatron.replicas import ReplicaHook
+from megatron_stability.megatron.sketch_hook import SketchHook
 from megatron_stability.megatron.telemetry import NormsHook, StepHook
 from megatron_stability.observe.reduction import How
 from megatron_stability.records import AttentionTable, StepRecord
@@ -94,6 +96,8 @@ def build(
         hooks.append(EmbeddingClipHook(config.model.embedding_norm_clip, model, optimizer))
     if config.fp8.emulate != "none":
         hooks.append(Fp8Hook(config.fp8, model, device, folder, args))
+    if config.observe.sketch.every:
+        hooks.append(SketchHook(config.observe.sketch.every, model, optimizer, device, folder, args))
     if getattr(args, "fp8", None) and args.transformer_impl == "transformer_engine":
         from megatron_stability.transformer_engine.hook import TransformerEngineHook
 
@@ -153,3 +157,10 @@ def refuse_what_cannot_work(config: StabilityConfig, args: Namespace) -> None:
     """
     qk_clip.refuse_what_cannot_work(config, args)
     replicas.refuse_what_cannot_work(config, args)
+    if config.observe.sketch.every:
+        feature = "observe.sketch.every"
+        master_weights.refuse_what_has_no_plain_copies(args, feature)
+        if args.use_precision_aware_optimizer:
+            raise UsageError(
+                f"{feature} with --use-precision-aware-optimizer: its masters are no plain fp32 tensors; set it to 0"
+            )
