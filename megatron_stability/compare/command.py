@@ -138,7 +138,7 @@ def _parser() -> argparse.ArgumentParser:
         ("--max-loss-error", _GATES.loss_error, "SHARE", "mean of any window, or what two seeds differ by"),
         ("--max-held-out-error", None, "SHARE", f"default {_GATES.held_out_error}, where it was measured"),
         ("--max-slowdown", None, "RATIO", "seconds a step over the control's; default: none"),
-        ("--min-cosine", _GATES.cosine, "COSINE", "of any layer's gradients, first sketch after step 1"),
+        ("--min-cosine", _GATES.cosine, "COSINE", "of any layer's gradients in step 2"),
         ("--min-binades", _GATES.binades, "BINADES", "for normal values, under delayed scaling"),
         ("--max-underflow", _GATES.underflow, "SHARE", "of a tensor's elements"),
         ("--max-saturation", _GATES.saturation, "SHARE", "of a tensor's elements"),

@@ -7,10 +7,11 @@ loss       The mean relative error of every window of steps after warmup stays b
 telemetry  Medians over the steps after warmup. An error that the loss can't resolve shows in the tensors: binades that
            delayed scaling leaves to normal values (`observe/fp8.py`), shares of elements that became zero or were cut
            off. The limits are the detectors' mildest ones.
-cosine     Of the two runs' gradients, the worst layer, on the first step after step 1 that was recorded, while weights
-           are still nearly the same. The GEMMs' operands have relative rounding errors of about 2.6 % (E4M3) and 5.3 %
-           (E5M2); 16 linears in a row make a noise power below 0.08 of the signal's, a cosine above 0.96. 0.9 stands
-           for 0.23. Step 1 is left out: delayed scaling begins with scales of 1. Later ones part by themselves.
+cosine     Of the two runs' gradients in step 2, the worst layer: the scales of delayed scaling are in force (in step 1
+           they are 1), and the weights differ by one update. The GEMMs' operands have relative rounding errors of about
+           2.6 % (E4M3) and 5.3 % (E5M2); 16 linears in a row make a noise power below 0.08 of the signal's, a cosine
+           above 0.96. 0.9 stands for 0.23. On later steps trajectories part by themselves, so that cosines fall for a
+           sound recipe too; they are shown, not judged.
 others     Held-out loss, with the second seed's band too; seconds a step; a run that was halted.
 """
 
@@ -29,6 +30,7 @@ from megatron_stability.record.sketches import cosine, update
 from megatron_stability.records import encode_float
 from megatron_stability.sites import Site
 
+EARLY = 2  # the step whose gradients are judged
 _DETECT = Detect()
 
 
@@ -42,7 +44,7 @@ class Gates:
         held_out_error: largest relative error of the last held-out loss, upwards.
         held_out_asked: a held-out loss that was not measured is a finding.
         slowdown: most FP8 seconds a step over the control's; 1 asks FP8 to be as fast.
-        cosine: least cosine of a layer's gradients.
+        cosine: least cosine of a layer's gradients in step 2.
         binades: fewest binades for normal values.
         underflow: largest share of a tensor's non-zero elements that became zero.
         saturation: largest share of a tensor's elements that were cut off.
@@ -193,10 +195,10 @@ def _updates(fp8: RunFigures, control: RunFigures) -> list[dict[str, Any]]:
 
 
 def _first_departure(updates: Sequence[dict[str, Any]], gates: Gates) -> dict[str, Any] | None:
-    """The first recorded step after step 1 with a layer below the limit, and its layer with the least cosine."""
+    """The first recorded step from step 2 on with a layer below the limit, and its layer with the least cosine."""
     for row in updates:
         layer, least = _least(row["gradient_cosine"])
-        if row["step"] > 1 and gates.cosine is not None and not least >= gates.cosine:
+        if row["step"] >= EARLY and gates.cosine is not None and not least >= gates.cosine:
             return {"step": row["step"], "layer": layer, "gradient_cosine": encode_float(least)}
     return None
 
@@ -232,7 +234,7 @@ def _findings(result: dict[str, Any], fp8: RunFigures, gates: Gates) -> Iterator
             f"{worst['last_step']}, after {result['tokens']:,.0f} tokens, is beyond the gate of {limit:.4%}"
         )
     yield from _telemetry_findings(result["telemetry"], gates)
-    early = next((row for row in result["updates"] if row["step"] > 1), None)
+    early = next((row for row in result["updates"] if row["step"] == EARLY), None)
     if early is not None and gates.cosine is not None:
         row, least = _least(early["gradient_cosine"])
         if not least >= gates.cosine:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_stability.compare.gate import layer_name
+from megatron_stability.compare.gate import EARLY, layer_name
 
 _UNKNOWN = "not measured"
 
@@ -55,11 +55,12 @@ def table(result: dict[str, Any]) -> str:
 
 
 def _cosines(result: dict[str, Any]) -> list[tuple[str, str, str, str]]:
-    rows = [row for row in result["updates"] if row["step"] > 1]
+    rows = [row for row in result["updates"] if row["step"] >= EARLY]
     limit = _limit(result["gates"]["cosine"])
     if not rows:
         return [("gradient cosine, worst layer", _UNKNOWN, limit, "--stability-observe-sketch-every N in both runs")]
     first, last = rows[0], rows[-1]
+    limit = limit if first["step"] == EARLY else ""
     departed = result["first_departure"]
     note = (
         f"first departs: {layer_name(departed['layer'])}, step {departed['step']}" if departed else "no layer departs"

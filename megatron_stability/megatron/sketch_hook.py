@@ -1,6 +1,6 @@
 """Sketches of every layer's master weights and gradient at chosen steps, for `megatron-stability compare`.
 
-One line a chosen step in `sketch.jsonl` beside the ledger: the first step and every `observe.sketch.every`th. The
+One line a chosen step in `sketch.jsonl` beside the ledger: steps 1 and 2 and every `observe.sketch.every`th. The
 weights are those with which the step's gradient was computed, so the first line holds the initial ones. Rows: what is
 in no decoder layer (embedding, output layer), then the decoder layers.
 """
@@ -60,7 +60,7 @@ class SketchHook:
     @torch.no_grad()
     def observe(self) -> Mapping[str, torch.Tensor]:
         """Collective on chosen steps."""
-        if self._step != 1 and self._step % self._every:
+        if self._step > 2 and self._step % self._every:
             return {}
         table = torch.zeros(2, 1 + self._layers, K + 1, dtype=torch.float64, device=self._device)
         for name, parameter in self._counted:

@@ -52,7 +52,7 @@ class Sketch(Section):
     """Projections of each layer's weights and gradient, by which `compare` tells how alike two runs' updates are."""
 
     every: int = Field(
-        0, ge=0, description="steps between two sketches of weights and gradients, the first step's too; 0: never"
+        0, ge=0, description="steps between two sketches of weights and gradients, beside steps 1 and 2; 0: never"
     )
 
 

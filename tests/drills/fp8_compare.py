@@ -3,20 +3,18 @@
     python -m tests.drills.fp8_compare run --folder DIR --seed 1        once for each of three seeds or more
     python -m tests.drills.fp8_compare judge --folder DIR --out docs/drills/fp8_compare.json --figure docs/fp8.svg
 
-One rank, 320 steps of 4 sequences, emulated delayed scaling: as Transformer Engine has it ("healthy"), with a margin of 8, and with
-E4M3 gradients at a margin of 12, whose largest code is 0.11. The next seed's BF16 run is the noise band.
+One rank, 320 steps of 4 sequences, emulated delayed scaling: as Transformer Engine has it ("healthy"), with a margin of
+8, and with E4M3 gradients at a margin of 12, whose largest code is 0.11. The next seed's BF16 run is the noise band.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import shutil
 import sys
 import sysconfig
 import time
 from pathlib import Path
-from typing import Any
 
 from megatron_stability.megatron import cpu, quickstart
 from megatron_stability.megatron.prepare_data import prepare

@@ -14,7 +14,7 @@ from megatron_stability.errors import UsageError
 from megatron_stability.observe.sketch import K, seed_of, sketch
 from megatron_stability.record import sketches
 
-N = 300_000
+N = 40_000
 
 
 def vectors(noise: float) -> tuple[torch.Tensor, torch.Tensor]:
