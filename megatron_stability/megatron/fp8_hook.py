@@ -294,11 +294,12 @@ class Fp8Hook:
             )
         for site in self.sites[:: len(TENSORS)]:
             saved = state["linears"].get(f"{site.layer}/{site.expert}/{site.module}")
+            linear = str(site).removesuffix(f" {site.tensor}")
             if saved is None:
-                return f"lacks the FP8 scaling state of layer {site.layer} {site.module}"
+                return f"lacks the FP8 scaling state of {linear}"
             scale = _tensor(saved["scale"])
             if not bool((scale.isfinite() & (scale > 0)).all()):
-                return f"has an impossible FP8 scale for layer {site.layer} {site.module}"
+                return f"has an impossible FP8 scale for {linear}"
         return None
 
 
