@@ -102,6 +102,9 @@ def refuse(fp8: RunFigures, control: RunFigures, warmup: int) -> None:
     Raises:
         UsageError: names the run and what is wrong with it.
     """
+    for run in (fp8, control):
+        if not run.steps:
+            raise UsageError(f"{run.name}: its ledger has no step; give the folder of a run that trained")
     if fp8.fp8_share == 0.0:
         raise UsageError(
             f"{fp8.name}: its ledger has steps without any linear in FP8, so FP8 was not active; start it with "

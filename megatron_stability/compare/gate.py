@@ -26,6 +26,7 @@ from typing import Any
 
 from megatron_stability.compare.figures import RunFigures, refuse, refuse_noise, relative_errors
 from megatron_stability.detect.config import Detect
+from megatron_stability.errors import UsageError
 from megatron_stability.record.sketches import cosine, update
 from megatron_stability.records import encode_float
 from megatron_stability.sites import Site
@@ -79,6 +80,8 @@ def compare(
     """
     refuse(fp8, control, warmup)
     errors = relative_errors(fp8, control)
+    if not any(step > warmup for step, _ in errors):
+        raise UsageError(f"{control.name} has no finite loss after the {warmup} steps of --warmup; let it run longer")
     result: dict[str, Any] = {
         "fp8": fp8.name,
         "control": control.name,
@@ -130,7 +133,9 @@ def _noise(noise: RunFigures | None, control: RunFigures, warmup: int, gates: Ga
     if noise is None:
         return {"noise": None}
     refuse_noise(noise, control, warmup)
-    spread = relative_errors(noise, control)
+    spread = [(step, error) for step, error in relative_errors(noise, control) if math.isfinite(error)]
+    if not any(step > warmup for step, _ in spread):
+        raise UsageError(f"{noise.name} has no finite loss after the {warmup} steps of --warmup; let it run longer")
     worst = _worst(windows(spread, warmup, gates.window))
     worst["error"] = abs(worst["error"])
     after = [error for step, error in spread if step > warmup]
@@ -158,7 +163,7 @@ def _held_out(fp8: RunFigures, control: RunFigures, noise: RunFigures | None, ga
 
 def _speed(fp8: RunFigures, control: RunFigures) -> dict[str, Any]:
     seconds = {"fp8": fp8.step_seconds, "control": control.step_seconds}
-    tokens = {"fp8": fp8.steps[-1].tokens, "control": control.steps[-1].tokens}
+    tokens = {name: median(s.tokens for s in run.steps) for name, run in (("fp8", fp8), ("control", control))}
     return {
         "step_seconds": seconds,
         "tokens_per_second": {name: tokens[name] / value if value else None for name, value in seconds.items()},

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_stability.errors import EXIT_FINE, UsageError
+from megatron_stability.errors import EXIT_FINE, EXIT_HALTED, UsageError
 from megatron_stability.record.entries import FILE
 
 RECIPES = ("delayed", "current", "block", "mxfp8")
@@ -107,7 +107,7 @@ def runs(options: argparse.Namespace, flags: Sequence[str]) -> list[Path]:
             raise UsageError(f"--out {options.out}: {folder} can't be written ({error.strerror})") from None
         with log:
             code = subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, check=False).returncode
-        if code != EXIT_FINE and not (folder / FILE).exists():
+        if code not in (EXIT_FINE, EXIT_HALTED):  # a run that its policy halted has a ledger that says so
             raise UsageError(f"the {name} run ended with exit code {code}; its log is {folder / 'log.txt'}")
     return [out / name for name in ("fp8", "bf16", "noise") if name in _names(options)]
 

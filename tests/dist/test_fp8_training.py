@@ -108,7 +108,8 @@ def resumed(context: Context, folder: str, where: dict[str, Any]) -> Any:
     before = run.scales()
     run.step(update=False)
     assert run.scales() == before, "a withheld step leaves no trace"
-    saved = json.loads(json.dumps(run.hook.state_dict()))
+    text = json.dumps(run.hook.state_dict())
+    saved = json.loads(text)
     weights = [chunk.state_dict() for chunk in run.chunks]
     saved_rest = copy.deepcopy((weights, run.optimizer.state_dict(), run.data.get_state()))
     losses = len(run.losses)
@@ -133,7 +134,7 @@ def resumed(context: Context, folder: str, where: dict[str, Any]) -> Any:
     del saved["linears"][f"{site.layer}/{site.expert}/{site.module}"]
     with pytest.raises(UsageError, match=f"lacks the FP8 scaling state of {str(site).removesuffix(' grad_output')};"):
         strict.load_state_dict(saved)
-    return outcomes, quantized, str(site)
+    return outcomes, quantized, str(site), text
 
 
 EXPERTS = {"num_moe_experts": 4, "moe_router_topk": 2, "moe_router_load_balancing_type": "none"}
@@ -147,14 +148,15 @@ def test_resume_is_bit_identical_with_the_state_and_not_without(
 ) -> None:
     """Chunks, stages and experts have states of their own; without them, one step sets the scales anew."""
     results = megatron_ranks.run(resumed, str(tmp_path), where, world=where["world"], timeout=300)
-    for (uninterrupted, with_state, without), quantized, last in results:
+    assert len({text for *_, text in results}) == 1, "one rank's state is what the checkpoint keeps"
+    for (uninterrupted, with_state, without), quantized, last, _ in results:
         assert with_state == uninterrupted
         assert without != uninterrupted
         assert quantized[0] == 0, "the recalibrating step runs without quantization"
         assert quantized[1] > 0
         assert ("expert" in last) is (where is STAGED)
     if where is STAGED:
-        scales = [outcomes[0][1] for outcomes, _, _ in results]
+        scales = [outcomes[0][1] for outcomes, *_ in results]
         assert scales[0] == scales[1], "experts of one local number share their scale over the amax group, as in TE"
         assert scales[2] == scales[3]
         assert not scales[0].keys() & scales[2].keys()

@@ -186,6 +186,9 @@ PARTLY = replace(BF16, steps=[*BF16.steps[:-1], step(300, 2.0, FP8)])
     ("fp8", "control", "says"),
     [
         (run_of("x", 1.0), BF16, "FP8 was not active"),
+        (replace(RUN, steps=[]), BF16, "x: its ledger has no step"),
+        (RUN, replace(BF16, steps=[]), "y: its ledger has no step"),
+        (RUN, run_of("y", math.nan, fate="skipped"), "y has no finite loss after the 100 steps"),
         (run_of("x", 1.0, {"fp8/gemms": 24.0, "fp8/fallbacks": 24.0}), BF16, "FP8 was not active"),
         (RUN, run_of("y", 1.0, FP8), "y is no BF16 run"),
         (RUN, PARTLY, "y is no BF16 run"),
@@ -209,6 +212,7 @@ def test_refuses_what_it_cannot_compare(fp8: RunFigures, control: RunFigures, sa
     [
         (run_of("z", 1.0, seed=1), "z has the seed of y, 0"),
         (run_of("z", 1.0, FP8, seed=20), "z is no BF16 run"),
+        (run_of("z", math.nan, seed=20, fate="skipped"), "z has no finite loss after the 100 steps"),
         (run_of("z", 1.0, seed=20, steps=50), "z has not more steps than the 100"),
         (replace(run_of("z", 1.0, seed=20), data={"seed": "2", "data_path": "w"}), "differ in data_path"),
     ],
