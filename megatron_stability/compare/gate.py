@@ -260,7 +260,7 @@ def _findings(result: dict[str, Any], fp8: RunFigures, gates: Gates) -> Iterator
 
 def _telemetry_findings(telemetry: dict[str, Any], gates: Gates) -> Iterator[str]:
     def where(name: str) -> str:
-        return f" at {telemetry[f'{name}_at']}" if telemetry[f"{name}_at"] else ""
+        return f", first at {telemetry[f'{name}_at']}" if telemetry[f"{name}_at"] else ""
 
     binades = telemetry["binades"]
     if gates.binades is not None and binades is not None and not float(binades) >= gates.binades:
