@@ -18,6 +18,7 @@ from typing import Any
 
 import torch.distributed as dist
 from megatron.training import print_rank_0
+from megatron.training.async_utils import maybe_finalize_async_save
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_stability.config import StabilityConfig
@@ -123,6 +124,7 @@ class Checkpoints:
 
     def settle(self) -> None:
         """Collective: every save that was begun is complete, or known not to be, when this returns."""
+        maybe_finalize_async_save(blocking=True)
         self.close()
         dist.barrier()
 
@@ -142,7 +144,7 @@ class Checkpoints:
         """
         if not (self._on and self._args.save):
             return False
-        self.close()  # what is being completed counts too
+        self.settle()  # what is being written counts too
         root, last = Path(self._args.save), int(self._args.curr_iteration)
         resume.from_rank_0(lambda: self._mark_suspects(root, step, reason))
         saved = resume.from_rank_0(lambda: last == 0 or (generations.folder_of(root, last) / manifest.MARKER).exists())
