@@ -12,7 +12,7 @@ from megatron_stability.errors import EXIT_FINE, EXIT_HALTED, UsageError
 from megatron_stability.record.entries import FILE
 
 RECIPES = ("delayed", "current", "block", "mxfp8")
-SKETCHES = 50  # at most, over a run of --train-iters steps
+SAMPLES = 50  # about, over a run of --train-iters steps
 _OURS = {  # flags that `compare` gives each run, and why they can't be shared
     "--stability-record-dir": "each run has a folder of its own in --out",
     "--tensorboard-dir": "each run has a folder of its own in --out",
@@ -98,7 +98,7 @@ def runs(options: argparse.Namespace, flags: Sequence[str]) -> list[Path]:
         folder = out / name
         command = [sys.executable, "-m", "megatron_stability.cli", "pretrain", "--nproc", str(options.nproc or 1)]
         command += ["--cpu"] if options.cpu else []
-        command += [*_sketches(flags), *flags, "--spec", "megatron_stability", "--stability-record-dir", str(folder)]
+        command += [*_sampling(flags), *flags, "--spec", "megatron_stability", "--stability-record-dir", str(folder)]
         command += ["--tensorboard-dir", str(folder / "tensorboard"), *more[name]]
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -116,9 +116,9 @@ def _names(options: argparse.Namespace) -> list[str]:
     return ["bf16", "fp8", *(["noise"] if options.noise_seed is not None else [])]
 
 
-def _sketches(flags: Sequence[str]) -> list[str]:
-    """Sketches of weights and gradients; flags that follow win."""
+def _sampling(flags: Sequence[str]) -> list[str]:
+    """How often weights and gradients are sketched and FP8 is sampled; flags that follow win."""
     words = list(flags)
     steps = words[words.index("--train-iters") + 1] if "--train-iters" in words[:-1] else ""
-    every = max(1, int(steps) // SKETCHES) if steps.isdecimal() else SKETCHES
-    return ["--stability-observe-sketch-every", str(every)]
+    every = max(1, int(steps) // SAMPLES) if steps.isdecimal() else SAMPLES
+    return ["--stability-observe-sketch-every", str(every), "--stability-fp8-sample-every", str(every)]

@@ -121,7 +121,7 @@ def judge(options: argparse.Namespace) -> int:
             )
     separated = all(each["passes"] is (each["arm"] == "healthy") for each in found)
     summary = {"steps": STEPS, "tokens": result["tokens"], "seeds": seeds, "separated": separated}
-    options.out.write_text(json.dumps(summary | {"runs": found}, indent=1) + "\n", encoding="utf-8")
+    options.out.write_text(json.dumps(summary | {"runs": found}) + "\n", encoding="utf-8")
     options.figure.write_text(picture(found), encoding="utf-8")
     for each in found:
         print(each["seed"], each["arm"], "passes" if each["passes"] else each["findings"])
@@ -130,7 +130,7 @@ def judge(options: argparse.Namespace) -> int:
 
 COLOURS = {"healthy": "#2a9d8f", "margin 8": "#e07b39", "E4M3 gradients, tiny scale": "#e63946"}
 PANELS = (  # key, title, least, greatest, tick, factor
-    ("errors", "relative loss error, smoothed (%), cut off at 6", -3.0, 6.0, 3, 100.0),
+    ("errors", "relative loss error, smoothed (%), cut off at 6", -6.0, 6.0, 3, 100.0),
     ("binades", "binades left to normal values, fewest over tensors", -10.0, 16.0, 5, 1.0),
 )
 WIDTH, HEIGHT = 420, 240

@@ -132,7 +132,7 @@ def test_held_out_loss_and_speed_have_gates() -> None:
     ("signal", "healthy", "broken", "says"),
     [
         ("binades", 14.5, 6.8, "6.8 binades to normal values, first at layer 3 linear_fc1 input"),
-        ("underflow", 0.01, 0.4, "40.00% of a tensor's non-zero elements became zero, first at layer 3 linear_fc1 input"),
+        ("underflow", 0.01, 0.4, "40.00% of a tensor's non-zero elements became zero, first at layer 3"),
         ("saturation", 0.0, 0.02, "2.00% of a tensor's elements were cut off, first at layer 3"),
     ],
 )
