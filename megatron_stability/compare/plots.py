@@ -13,6 +13,7 @@ from plotly.subplots import make_subplots
 from megatron_stability.compare.figures import RunFigures, relative_errors
 from megatron_stability.compare.gate import layer_name
 from megatron_stability.record import pages
+from megatron_stability.record.charts import RUN_COLOURS
 from megatron_stability.records import decode_float
 
 _TITLES = (
@@ -48,7 +49,8 @@ def write(result: dict[str, Any], runs: Sequence[RunFigures], path: Path) -> Non
         measured = [each for each in result["updates"] if each[key]]
         for layer in range(len(measured[0][key]) if measured else 0):
             points = [(each["step"], decode_float(each[key][layer])) for each in measured]
-            line(row, layer_name(layer), points, legendgroup=f"layer {layer}", showlegend=row == 3)
+            colour = {"color": RUN_COLOURS[layer % len(RUN_COLOURS)]}
+            line(row, layer_name(layer), points, legendgroup=f"layer {layer}", showlegend=row == 3, line=colour)
     used = [(step.step, step.signals["fp8/binades"]) for step in runs[0].steps if "fp8/binades" in step.signals]
     line(5, "binades", used, showlegend=False)
     for row, name in ((3, "cosine"), (5, "binades")):

@@ -129,6 +129,8 @@ def test_a_run_fills_every_signal_inside_the_one_collective(pools: dict[tuple[st
     assert 0 <= fourth["data/repeated"] < 1
     assert 0 < fourth["data/entropy"] <= math.log(64)
     assert fourth["param_norm"] == pytest.approx(_total([rank[3].weights for rank in seen]), rel=1e-3)
+    rows = sketches.read(tmp_path)[4].weights
+    assert math.hypot(*(x for row in rows for x in row)) == pytest.approx(fourth["param_norm"], rel=0.2), "each once"
 
 
 class Flip(Norms):
