@@ -85,7 +85,7 @@ def _run(pool: Pool, out: Path, world: int, probe: Any, *flags: str) -> list[lis
     return [seen for _, seen in results]
 
 
-@pytest.mark.parametrize(("layout", "world"), [((), 1), ((*jobs.TP2, *jobs.PP2), 4)])
+@pytest.mark.parametrize(("layout", "world"), [((), 2), ((*jobs.TP2, *jobs.PP2), 4)])
 def test_norms_of_layers_and_weights_are_those_of_the_whole_model(
     pools: dict[tuple[str, str], Pool], tmp_path: Path, layout: tuple[str, ...], world: int
 ) -> None:
