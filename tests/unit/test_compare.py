@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
+import subprocess
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -222,8 +223,8 @@ def test_refuses_noise_that_is_none(noise: RunFigures, says: str) -> None:
         compare(RUN, BF16, noise, 100, Gates())
 
 
-def write(folder: Path, factor: float, signals: dict[str, float]) -> None:
-    info = RunInfo(mode="act", versions={}, layout={"world_size": 1}, data={"seed": "1"})
+def write(folder: Path, factor: float, signals: dict[str, float], seed: str = "1") -> None:
+    info = RunInfo(mode="act", versions={}, layout={"world_size": 1}, data={"seed": seed})
     with Ledger.open(folder, resume_step=0, resume_sample=0, run_info=info) as ledger:
         for n in range(1, 121):
             record = StepRecord(
@@ -292,3 +293,40 @@ def test_runs_that_cannot_be_started_leave_nothing_behind(tmp_path: Path, words:
     with pytest.raises(UsageError, match=says):
         command.run(["--out", str(out), *words])
     assert not out.exists()
+
+
+def test_runs_are_started_alike_but_for_what_is_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[list[str]] = []
+    codes = {"bf16": 0, "fp8": 18, "noise": 0}  # 18: its policy halted the FP8 run, which its ledger says
+
+    def train(words: list[str], **_: Any) -> Any:
+        folder = Path(words[words.index("--stability-record-dir") + 1])
+        started.append(words)
+        factor, signals = (1.0, FP8) if folder.name == "fp8" else (1.001, {})
+        write(folder, factor, signals, seed=words[words.index("--seed") + 1] if "--seed" in words else "1")
+        return subprocess.CompletedProcess(words, codes[folder.name])
+
+    monkeypatch.setattr(subprocess, "run", train)
+    own = [
+        "--emulate",
+        "delayed",
+        "--noise-seed",
+        "2",
+        "--warmup",
+        "20",
+        "--fp8-flags",
+        "--fp8-margin 1",
+        "--nproc",
+        "2",
+    ]
+    flags = ["--", "--num-layers", "4", "--train-iters", "120"]
+    assert command.run(["--out", str(tmp_path / "a"), *own, *flags]) == 0
+    bf16, fp8, noise = ([word for word in words if str(tmp_path) not in word] for words in started)
+    assert [*bf16, "--stability-fp8-emulate", "delayed", "--fp8-margin", "1"] == fp8
+    assert [*bf16, "--seed", "2"] == noise
+    assert bf16[bf16.index("--stability-observe-sketch-every") + 1] == "2"
+    with pytest.raises(UsageError, match="bf16 holds a run already"):
+        command.run(["--out", str(tmp_path / "a"), *own, *flags])
+    codes["fp8"] = 1
+    with pytest.raises(UsageError, match="the fp8 run ended with exit code 1; its log is"):
+        command.run(["--out", str(tmp_path / "b"), *own, *flags])
