@@ -1,6 +1,7 @@
 """These tests run in the environment that ci/te_env.sh makes, and only there."""
 
 import importlib.util
+from collections.abc import Iterator
 
 import pytest
 
@@ -13,7 +14,10 @@ else:
 
 
 @pytest.fixture(autouse=True)
-def _fresh_global_state() -> None:
+def _fresh_global_state() -> Iterator[None]:
+    import nvdlfw_inspect.api as api
     from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
     FP8GlobalStateManager.reset()
+    yield
+    api.end_debug()
