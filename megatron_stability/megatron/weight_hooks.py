@@ -128,6 +128,7 @@ def _transformer_engine_hook(
     run = Run(
         recipe=args.fp8_recipe,
         margin=args.fp8_margin,
+        sample_every=config.fp8.sample_every,
         recalibrate=config.fp8.recalibrate,
         keep_amax_after_skips=config.fp8.keep_amax_after_skips,
         iteration=lambda: int(args.iteration),

@@ -40,6 +40,7 @@ class Run:
     Attributes:
         recipe: --fp8-recipe.
         margin: --fp8-margin.
+        sample_every: steps between two samples of tier 2.
         keep_amax_after_skips: withheld steps in a row with stale scales after which the new amax is kept.
         recalibrate: steps in which scales may find their place anew after a load without them; 0 refuses it.
         iteration: the one that was loaded last.
@@ -53,6 +54,7 @@ class Run:
 
     recipe: str
     margin: int
+    sample_every: int
     keep_amax_after_skips: int
     recalibrate: int
     iteration: Callable[[], int]
@@ -123,7 +125,7 @@ class TransformerEngineHook:
         states = [(linear, state) for linear in running for state in adapter.delayed(linear.module, self._run.margin)]
         gemms, fallbacks = len(self._linears), len(self._linears) - len(running)
         signals = {"fp8/gemms": torch.tensor(float(gemms)), "fp8/fallbacks": torch.tensor(float(fallbacks))}
-        if self._samples is not None and self._samples.wanted(self._step)[0] and self._sites:
+        if self._samples is not None and sampled.wanted(self._step, self._run.sample_every)[0] and self._sites:
             signals |= self._sampled(self._samples, fallbacks)
         if not states:
             return signals

@@ -1,9 +1,9 @@
 """Tier 2 under Transformer Engine: exact counts in sampled steps, by a feature of NVIDIA's nvdlfw-inspect.
 
 TE hands each tensor to the feature as it quantizes it, with the quantizer. TE's own `LogFp8TensorStats` counts no
-saturation under current scaling, prints four decimals and reduces over the world, which mixes pipeline stages; this
-one counts with `numerics.fp8_stats`, as emulation does, and `hook` reduces over the stage. It only looks: no feature
-that modifies tensors or chooses GEMMs is enabled. In a sampled step TE takes its debug path, which quantizes after the
+saturation under current scaling, prints four decimals and reduces over the world, which mixes pipeline stages; ours
+(`features/`) counts with `numerics.fp8_stats`, as emulation does, and `hook` reduces over the stage. It only looks: no
+feature that modifies tensors or chooses GEMMs is enabled. In a sampled step TE takes its debug path, which quantizes after the
 norm instead of within its kernel; the other steps run as ever.
 
 Sources: `debug/features/api.py`, `debug/pytorch/debug_quantization.py`. The calls are the same in 2.9 to 2.20, but
@@ -13,7 +13,7 @@ for `tp_size`, which 2.14 added.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,20 +34,14 @@ class Samples:
     """This rank's counts in a sampled step, a row for each (layer name, tensor).
 
     Attributes:
-        every: steps between two samples.
         rows: [len(COLUMNS)] float64 on the device, by (name, of `sites.TENSORS`).
         scales: of the newest quantization, [1] on the device; tensors with many scales have none here.
     """
 
-    def __init__(self, every: int) -> None:
+    def __init__(self) -> None:
         """Nothing is counted yet."""
-        self.every = every
         self.rows: dict[tuple[str, str], torch.Tensor] = {}
         self.scales: dict[tuple[str, str], torch.Tensor] = {}
-
-    def wanted(self, step: int) -> tuple[bool, int]:
-        """Whether `step` is sampled, and the next one that is; TE asks no more until then."""
-        return step % self.every == 0, (step // self.every + 1) * self.every
 
     def begin(self) -> None:
         """Forget the step before."""
@@ -92,6 +86,11 @@ class Samples:
         return counts, torch.cat([self.scales.get(site, unknown).reshape(1).float() for site in sites])
 
 
+def wanted(step: int, every: int) -> tuple[bool, int]:
+    """Whether `step` is sampled, and the next one that is."""
+    return step % every == 0, (step // every + 1) * every
+
+
 def format_of(quantizer: Any) -> Fp8Format:
     """The quantizer's format, from TE's `DType`.
 
@@ -128,48 +127,12 @@ def _block_recipe(quantizer: Any) -> Recipe | None:
     return Recipe(name="mxfp8") if name == "mxfp8" else None
 
 
-def feature(samples: Samples) -> type:
-    """The nvdlfw-inspect feature that feeds `samples`; its name is `FEATURE`."""
-    from nvdlfw_inspect.registry import api_method
-    from transformer_engine.debug.features.api import TEConfigAPIMapper
-
-    class StabilityFp8Stats(TEConfigAPIMapper):
-        """Counts what FP8 quantization did (`megatron_stability.transformer_engine.sampled`)."""
-
-        collected = samples
-
-        @api_method
-        def inspect_tensor_enabled(
-            self, config: Mapping[str, Any], layer_name: str, tensor_name: str, iteration: int
-        ) -> tuple[bool, int]:
-            return samples.wanted(iteration)
-
-        @api_method
-        def inspect_tensor(
-            self,
-            config: Mapping[str, Any],
-            layer_name: str,
-            tensor_name: str,
-            iteration: int,
-            tp_group: Any,
-            tensor: Any,
-            rowwise_quantized_tensor: Any = None,
-            columnwise_quantized_tensor: Any = None,
-            quantizer: Any = None,
-            tp_size: int = 1,
-        ) -> None:
-            samples.take(layer_name, TENSORS[tensor_name], tensor, rowwise_quantized_tensor, quantizer)
-
-    return StabilityFp8Stats
-
-
-def begin(every: int, folder: Path, step: int = 0) -> None:
+def begin(every: int, folder: Path) -> None:
     """Start nvdlfw-inspect with the one feature, before the first TE module is built.
 
     Args:
         every: steps between two samples.
         folder: for nvdlfw-inspect's own log.
-        step: the last one done.
 
     Raises:
         UsageError: nvdlfw-inspect is not installed or is in use already, or TE's internals were not checked.
@@ -177,7 +140,6 @@ def begin(every: int, folder: Path, step: int = 0) -> None:
     adapter.version()
     try:
         api = importlib.import_module("nvdlfw_inspect.api")
-        registry = importlib.import_module("nvdlfw_inspect.registry").Registry
     except ModuleNotFoundError:
         raise UsageError(
             "--stability-fp8-inspect needs nvdlfw-inspect: pip install nvdlfw-inspect, or turn the flag off"
@@ -187,21 +149,21 @@ def begin(every: int, folder: Path, step: int = 0) -> None:
             "--stability-fp8-inspect: nvdlfw-inspect runs already with another configuration, and takes one only; turn "
             "one of the two off"
         )
-    features = Path(importlib.import_module("transformer_engine.debug.features").__path__[0])
-    registry.register_feature(NAMESPACE)(feature(Samples(every)))
+    theirs = importlib.import_module("transformer_engine.debug.features").__path__[0]
+    ours = importlib.import_module("megatron_stability.transformer_engine.features").__path__[0]
     folder.mkdir(parents=True, exist_ok=True)
     config = {
         "megatron_stability": {
             "enabled": True,
             "layers": {"layer_name_regex_pattern": ".*"},
-            NAMESPACE: {FEATURE: {"enabled": True, "tensors": list(TENSORS)}},
+            NAMESPACE: {FEATURE: {"enabled": True, "tensors": list(TENSORS), "every": every}},
         }
     }
-    api.initialize(config_file=config, feature_dirs=[str(features)], log_dir=str(folder), init_training_step=step)
+    api.initialize(config_file=config, feature_dirs=[theirs, ours], log_dir=str(folder))
 
 
 def running() -> Samples | None:
-    """What `begin` collects into; None where it was not called in this process, or nvdlfw-inspect was ended."""
+    """What the feature collects into; None where `begin` was not called, or nvdlfw-inspect was ended."""
     try:
         registry = importlib.import_module("nvdlfw_inspect.registry").Registry
     except ModuleNotFoundError:

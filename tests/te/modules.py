@@ -8,7 +8,7 @@ from unittest import mock
 import torch
 from transformer_engine.common.recipe import DelayedScaling, Format
 from transformer_engine.pytorch import GroupedLinear, LayerNormLinear, LayerNormMLP, Linear
-from transformer_engine.pytorch.quantization import RecipeState
+from transformer_engine.pytorch.quantization import FP8GlobalStateManager, RecipeState
 
 CPU = torch.device("cpu")
 
@@ -18,7 +18,7 @@ def delayed_recipe(length: int = 4) -> Any:
 
 
 def built(kind: Any, *sizes: int) -> Any:
-    with mock.patch.object(torch.cuda, "is_available", lambda: True):  # TE asks, and needs nothing of it here
+    with mock.patch.object(torch.cuda, "is_available", return_value=True):  # TE asks, and needs nothing of it here
         return kind(*sizes, bias=False, params_dtype=torch.float32, device="cpu")
 
 
@@ -68,12 +68,17 @@ def chunk(layer_number: int = 5, **modules: Any) -> torch.nn.Module:
 
 def state_of(module: Any) -> torch.Tensor:
     """TE's `_extra_state` of a module."""
-    with mock.patch.object(torch.cuda, "synchronize", lambda *a: None):
+    with mock.patch.object(torch.cuda, "synchronize"):
         state: torch.Tensor = module.get_extra_state()
         return state
 
 
+def as_in_autocast(module: Any) -> Any:
+    """A context in which TE takes the module's recipe for the autocast's, and does not ask the device for one."""
+    return mock.patch.object(FP8GlobalStateManager, "get_fp8_recipe", return_value=module.fp8_meta.get("recipe"))
+
+
 def load(module: Any, state: torch.Tensor | None) -> None:
     """TE's own load of it."""
-    with mock.patch.object(torch.cuda, "synchronize", lambda *a: None):
+    with as_in_autocast(module), mock.patch.object(torch.cuda, "synchronize"):
         module.set_extra_state(state)

@@ -12,6 +12,7 @@ def a_run(**changes: Any) -> Run:
     facts: dict[str, Any] = {
         "recipe": "delayed",
         "margin": 0,
+        "sample_every": 100,
         "keep_amax_after_skips": 3,
         "recalibrate": 0,
         "iteration": lambda: 20,

@@ -69,7 +69,8 @@ def one_step(hook: TransformerEngineHook, module: Any, step: int, micro_batches:
     for _ in range(micro_batches):
         if not module.is_debug_iter():
             continue
-        quantizers = module._get_debug_quantizers(False, False, True)
+        with modules.as_in_autocast(module):
+            quantizers = module._get_debug_quantizers(False, False, True)
         if module.no_debug_features_active(quantizers):
             continue
         seen = True
@@ -86,7 +87,7 @@ def test_counts_are_those_of_the_recipe_and_go_to_the_stages_file(name: str, sta
     if name == "delayed":
         module.fp8_meta["scaling_fwd"].scale.copy_(torch.tensor([7.0, 0.05, 1.0]))
         module.fp8_meta["scaling_bwd"].scale.fill_(100.0)
-    run = a_run(recipe=name, stage_group=stage, folder=tmp_path)
+    run = a_run(recipe=name, sample_every=4, stage_group=stage, folder=tmp_path)
     hook = TransformerEngineHook([modules.chunk(linear_fc1=module)], modules.CPU, run)
     assert [one_step(hook, module, step) for step in range(1, 4)] == [False] * 3
     assert not set(hook.observe()) & {"fp8/saturation", "fp8/underflow"}
@@ -120,7 +121,7 @@ def test_a_module_that_did_not_run_is_unknown_and_not_zero(stage: Any, tmp_path:
     sampled.begin(1, tmp_path / "inspect")
     idle = modules.linear(modules.delayed_recipe())
     hook = TransformerEngineHook(
-        [modules.chunk(linear_fc1=idle)], modules.CPU, a_run(stage_group=stage, folder=tmp_path)
+        [modules.chunk(linear_fc1=idle)], modules.CPU, a_run(sample_every=1, stage_group=stage, folder=tmp_path)
     )
     hook.step_begins(1)
     assert hook.observe()["fp8/saturation"].isnan()
@@ -146,7 +147,7 @@ def test_a_second_user_of_nvdlfw_inspect_is_refused(tmp_path: Path) -> None:
 
 
 def test_what_moved_is_named(stage: Any) -> None:
-    take = sampled.Samples(1).take
+    take = sampled.Samples().take
     x = torch.ones(2, 2)
     (quantizer, *_) = modules.linear(recipe.Float8CurrentScaling()).quantizers["scaling_fwd"]
     with pytest.raises(UsageError, match=r"no SimpleNamespace._scale_inv"):

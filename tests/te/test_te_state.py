@@ -70,9 +70,7 @@ def test_a_state_that_te_restored_is_accepted_and_another_is_not(length: int) ->
     loader.fp8_meta["scaling_fwd"].amax_history[0] += 1.0  # of this rank alone, until it is reduced
     hook_of(loader).load_state_dict(saved)
     loader.fp8_meta["scaling_bwd"].scale[0] *= 2
-    with pytest.raises(
-        UsageError, match=r"iteration 20 gave decoder.layers.4.mlp.linear_fc1 another FP8 scaling state"
-    ):
+    with pytest.raises(UsageError, match=r"iteration 20 gave decoder.layers.4.mlp.linear_fc1 another FP8"):
         hook_of(loader).load_state_dict(saved)
 
 
