@@ -3,8 +3,8 @@
 TE hands each tensor to the feature as it quantizes it, with the quantizer. TE's own `LogFp8TensorStats` counts no
 saturation under current scaling, prints four decimals and reduces over the world, which mixes pipeline stages; ours
 (`features/`) counts with `numerics.fp8_stats`, as emulation does, and `hook` reduces over the stage. It only looks: no
-feature that modifies tensors or chooses GEMMs is enabled. In a sampled step TE takes its debug path, which quantizes after the
-norm instead of within its kernel; the other steps run as ever.
+feature that modifies tensors or chooses GEMMs is enabled. In a sampled step TE takes its debug path, which quantizes
+after the norm instead of within its kernel; the other steps run as ever.
 
 Sources: `debug/features/api.py`, `debug/pytorch/debug_quantization.py`. The calls are the same in 2.9 to 2.20, but
 for `tp_size`, which 2.14 added.
