@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+import sys
 
 import pytest
 import torch
 
+from megatron_stability import cli
 from megatron_stability.numerics.fp8_formats import E4M3, saturating_round
 from megatron_stability.numerics.fp8_readiness import LayerReadiness, expected, most_sensitive_first, output_snr_db
 from megatron_stability.numerics.fp8_recipes import Recipe
@@ -47,3 +49,15 @@ def test_exact_and_empty_outputs() -> None:
     powers = torch.tensor([[1.0, 2.0], [4.0, 8.0]])
     assert output_snr_db(powers, powers, Recipe(name="block")) == math.inf
     assert math.isnan(output_snr_db(torch.zeros(2, 2), powers, CURRENT))
+
+
+def test_fp8_readiness_asks_for_a_checkpoint_and_for_modelopt(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "modelopt", None)
+    assert cli.main(["fp8-readiness", "--cpu", "--num-layers", "2"]) == 2
+    assert "needs --load CHECKPOINT" in capsys.readouterr().err
+    assert cli.main(["fp8-readiness", "--cpu", "--load", "x", "--forwards", "0"]) == 2
+    assert "--forwards must be at least 1" in capsys.readouterr().err
+    assert cli.main(["fp8-readiness", "--cpu", "--load", "x"]) == 2
+    assert "pip install 'megatron-stability[modelopt]'" in capsys.readouterr().err
