@@ -213,7 +213,7 @@ def run(argv: Sequence[str]) -> int:
         raise UsageError("--forwards must be at least 1, and --percentile within 0 and 100")
     if not any(flag.split("=")[0] in ("--load", "--pretrained-checkpoint") for flag in rest):
         raise UsageError("fp8-readiness needs --load CHECKPOINT: at initial values every model is ready")
-    import modelopt.torch.quantization.calib  # noqa: F401  # before Megatron's minutes, so that its absence is told at once
+    import modelopt  # noqa: F401  # before Megatron's seconds, so that its absence is told at once
 
     layers = _calibrated(options, rest)
     recipe = Recipe(name=options.recipe)

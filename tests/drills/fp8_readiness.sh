@@ -5,9 +5,9 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 out=${1:-fp8-readiness-out} python=.venv/bin/python
 mkdir -p "$out"
-text=$("$python" -c "import sysconfig; print(sysconfig.get_paths()['stdlib'])")/json
+text=$("$python" -c "import sysconfig; print(sysconfig.get_paths()['stdlib'])")/asyncio
 export PYTHONPATH=$PWD
-[ -e "$out/data.idx" ] || "$python" -m megatron_stability.cli prepare-data "$text" --output "$out/data"
+[ -e "$out/data.idx" ] || "$python" -m megatron_stability.cli prepare-data "$text" --pattern '*.py' --output "$out/data"
 flags=(--cpu --num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --max-position-embeddings 64
     --normalization RMSNorm --position-embedding-type rope --untie-embeddings-and-output-weights --disable-bias-linear
     --swiglu --micro-batch-size 4 --global-batch-size 8 --train-iters 100 --lr 2e-3 --lr-warmup-iters 10 --seed 1234

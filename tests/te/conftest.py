@@ -16,8 +16,10 @@ else:
 @pytest.fixture(autouse=True)
 def _fresh_global_state() -> Iterator[None]:
     import nvdlfw_inspect.api as api
+    from transformer_engine.debug.pytorch.debug_state import TEDebugState
     from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
     FP8GlobalStateManager.reset()
     yield
     api.end_debug()
+    TEDebugState._reset()  # remembers whether the first module was built with or without nvdlfw-inspect
