@@ -19,7 +19,6 @@ from megatron.core.num_microbatches_calculator import get_current_global_batch_s
 from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.core.utils import get_model_config
 from megatron.training import print_rank_0, training
-from megatron.training.async_utils import maybe_finalize_async_save
 from megatron.training.checkpointing import load_checkpoint
 
 from megatron_stability.act.pass_over import PassOver
@@ -136,7 +135,7 @@ class Rewinds:
 
     def halted(self, step: int, reason: str) -> None:
         """Finish pending saves, which count too, and tell a supervisor."""
-        self._finish_saves()
+        self._checkpoints.settle()
         end = {"status": "halt", "step": step, "reason": reason, "exit_code": EXIT_HALTED}
         self._write(self._state.model_copy(update=end))
 
@@ -159,7 +158,7 @@ class Rewinds:
             UsageError: the load failed; the next start goes back instead.
         """
         policy, scales = self._budgets
-        self._finish_saves()
+        self._checkpoints.settle()
         window = int(decision.parameters["skip_steps"]) * record.samples
         first = max(0, record.last_sample - window)
         in_process = self._config.decide.rewind == "in_process" and _trusted(decision)
@@ -192,10 +191,6 @@ class Rewinds:
             f"{first} to {record.last_sample - 1} will be passed over"
         )
         return "rewound"
-
-    def _finish_saves(self) -> None:
-        maybe_finalize_async_save(blocking=True)
-        self._checkpoints.settle()
 
     def _choose(self, back: int, sample: int, in_process: bool) -> Manifest | Snapshot | None:
         """The snapshot for a first attempt, if it is old enough; else a checkpoint."""
