@@ -24,7 +24,7 @@ def row(shards: list[list[float]], scale: float) -> torch.Tensor:
     return torch.cat([torch.stack(vectors), extra], 1)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
     st.lists(st.lists(st.floats(-(2.0**99), 2.0**99, width=32), max_size=30), min_size=1, max_size=8),
     st.lists(st.lists(st.floats(width=32), max_size=30), min_size=1, max_size=8),
@@ -48,7 +48,7 @@ def test_ranks_of_any_size_give_the_whole_tensors_counts(
     assert found.scale == (pytest.approx(scale),) * 2
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(st.integers(1, 2**52), st.integers(0, 2**52), st.floats(0, allow_infinity=False), st.floats(1e-300, 1e300))
 def test_the_line_keeps_every_bit(
     tmp_path_factory: pytest.TempPathFactory, n: int, k: int, amax: float, s: float
