@@ -28,7 +28,6 @@ from megatron_stability.records import encode_float
 
 ROWS = 512  # inputs of a layer that are kept for the SNRs, spread over the batches
 E4M3_BITS = (4, 3)  # ModelOpt's name for it
-MSE_STRIDE = 16  # bins of the histogram between two amaxes that are tried
 
 
 class LinearCalibration:
@@ -79,7 +78,7 @@ class LinearCalibration:
         )
 
     def _expected(self, calibrators: _Calibrators, x: torch.Tensor) -> dict[str, Expected]:
-        return {name: expected(x, value) for name, value in calibrators.amaxes(self._percentile).items()}
+        return {name: expected(x, value) for name, value in calibrators.amaxes(self._percentile, x).items()}
 
 
 class _Calibrators:
@@ -96,13 +95,22 @@ class _Calibrators:
         self._max.collect(x)
         self._histogram.collect(x)
 
-    def amaxes(self, percentile: float) -> dict[str, float]:
+    def amaxes(self, percentile: float, sample: torch.Tensor) -> dict[str, float]:
+        """By name; "mse" is searched on the sample, since the histogram's search does not take E4M3 in 0.47."""
+        from modelopt.torch.quantization.calib import MseCalibrator
+        from modelopt.torch.quantization.tensor_quant import scaled_e4m3
+
+        largest = self._max.compute_amax().float()
         found = {
             "telemetry": self._own,
-            "max": self._max.compute_amax(),
+            "max": largest,
             "percentile": self._histogram.compute_amax("percentile", percentile=percentile),
-            "mse": self._histogram.compute_amax("mse", stride=MSE_STRIDE),
+            "mse": largest,
         }
+        if largest > 0:
+            search = MseCalibrator(largest, quant_func=lambda x, amax: scaled_e4m3(x, amax, None, *E4M3_BITS))
+            search.collect(sample)
+            found["mse"] = search.compute_amax()
         return {name: float(value) for name, value in found.items()}
 
 

@@ -69,15 +69,19 @@ class Job:
             else:
                 from megatron_stability.megatron import pretrain as gpt
 
-                def provider(*args: Any, **kwargs: Any) -> Any:
-                    model = gpt.model_provider(*args, **kwargs)
-                    if on_model is not None:
-                        on_model(model)
-                    return model
-
-                gpt.main(provider)
+                provider = gpt.model_provider
+                gpt.main(provider if on_model is None else _told_of(provider, on_model))
         finally:
             seams.uninstall()
+
+
+def _told_of(provider: Callable[..., Any], on_model: Callable[[Any], None]) -> Callable[..., Any]:
+    def build(*args: Any, **kwargs: Any) -> Any:
+        model = provider(*args, **kwargs)
+        on_model(model)
+        return model
+
+    return build
 
 
 def pretrain(argv: Sequence[str]) -> int:
