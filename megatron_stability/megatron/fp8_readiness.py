@@ -238,7 +238,7 @@ def run(argv: Sequence[str]) -> int:
 def _calibrated(options: argparse.Namespace, rest: list[str]) -> list[LinearCalibration]:
     """Megatron's own loading and validation, with the hooks in; this process is the one rank."""
     iterations = str(options.forwards)
-    flags = [*rest, "--skip-train", "--eval-iters", iterations, "--no-load-optim", "--no-load-rng"]
+    flags = [*rest, "--skip-train", "--eval-iters", iterations, "--no-load-optim", "--no-load-rng", "--finetune"]
     checked, _ = launch.launcher_options("pretrain", ["--cpu", *flags] if options.cpu else flags)
     job = launch.checked_job(checked, flags, None, world=1)
     os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"} | ranks.rendezvous()
