@@ -208,7 +208,7 @@ def run(argv: Sequence[str]) -> int:
         description="Whether a checkpoint's linears would bear FP8 (E4M3), by NVIDIA ModelOpt's calibrators and our "
         "own statistics, and which to keep in BF16. One process; any layout of a torch_dist checkpoint is read.",
         epilog="All other flags are Megatron's. Example: megatron-stability fp8-readiness --cpu --load CKPT "
-        "--use-checkpoint-args --data-path data/docs --split 90,10,0 --micro-batch-size 4",
+        "--data-path data/docs --split 90,10,0 --num-layers 4 ... (the model's flags, as for pretrain)",
     )
     parser.add_argument("--cpu", action="store_true", help="on the CPU backend")
     parser.add_argument("--forwards", type=int, default=8, metavar="N", help="global batches of the validation set")
