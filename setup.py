@@ -37,7 +37,7 @@ setup(
     extras_require={
         "megatron": MEGATRON,
         "nemo": [*MEGATRON, "megatron-bridge==0.6.2", "omegaconf", "hydra-core<1.4"],
-        "te": ["transformer-engine[pytorch]>=2.9", "nvdlfw-inspect"],
+        "te": ["transformer-engine[pytorch]>=2.9", "nvdlfw-inspect>=0.2.2"],
         "modelopt": ["nvidia-modelopt>=0.47"],
         "report": REPORT,
         "alerts": ["apprise"],

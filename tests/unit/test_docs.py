@@ -20,8 +20,8 @@ OTHER_FLAGS = {"--stability-config"}
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
 def test_commands_exist(document: Path) -> None:
     known = {command.name for command in cli.COMMANDS}
-    named = re.findall(r"(?:^|`|\.)megatron-stability ([a-z][a-z-]*)", document.read_text(), flags=re.MULTILINE)
-    named += re.findall(r"megatron_stability\.cli ([a-z][a-z-]*)", document.read_text())
+    named = re.findall(r"(?:^|`|\.)megatron-stability ([a-z][a-z0-9-]*)", document.read_text(), flags=re.MULTILINE)
+    named += re.findall(r"megatron_stability\.cli ([a-z][a-z0-9-]*)", document.read_text())
     assert set(named) <= known
 
 

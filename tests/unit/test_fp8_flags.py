@@ -55,3 +55,22 @@ def test_both_spellings_are_one_setting(name: str) -> None:
     assert (fp8.emulate, fp8.recalibrate) == ("block", 7)
     with pytest.raises(UsageError, match="--stability-fp8-emulate = 'blocks'"):
         config.load(overrides=vars(parser.parse_args([name, "blocks"])))
+
+
+ACTIVE = {"fp8": "hybrid", "transformer_impl": "transformer_engine"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "mode", "named"),
+    [
+        ({"fp8": None}, "act", "no FP8 of Transformer Engine"),
+        ({}, "off", "--stability-mode off"),
+        ({"cuda_graph_impl": "local"}, "act", "--cuda-graph-impl"),
+        ({"delay_wgrad_compute": True}, "act", "--delay-wgrad-compute"),
+    ],
+)
+def test_inspection_that_could_not_look_is_refused(changes: dict[str, Any], mode: str, named: str) -> None:
+    refuse_inactive_fp8(Fp8(inspect=True), "act", Namespace(**ACTIVE))
+    refuse_inactive_fp8(Fp8(), mode, Namespace(**(ACTIVE | changes)))
+    with pytest.raises(UsageError, match=f"--stability-fp8-inspect true with {named}"):
+        refuse_inactive_fp8(Fp8(inspect=True), mode, Namespace(**(ACTIVE | changes)))
