@@ -120,6 +120,8 @@ class Checkpoints:
 
         @wraps(write)
         def guarded(*args: P.args, **kwargs: P.kwargs) -> T | None:
+            if self._unwritten is not None:  # an asynchronous save's next part, which rank 0 would write to a full disk
+                return None
             try:
                 return write(*args, **kwargs)
             except CheckpointException as error:

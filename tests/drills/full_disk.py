@@ -2,9 +2,10 @@
 
     python -m tests.drills.full_disk        # as root: mounts a small tmpfs in a mount namespace of its own
 
-The run saves at steps 3, 6 and 9. After step 4 a ballast file takes all but `LEFT` bytes of the file system, and goes
-after step 7. The tests do without a mount: where one rank's shard of step 6 should be there is a folder, so that its
-writer fails as it does on a full disk.
+The run saves at steps 6, 12 and 18. After step 10 a ballast file takes all but `LEFT` bytes of the file system, and
+goes after step 16. Python 3.12.0 and 3.12.1 crash in step 18's save (CPython gh-111049): use a later one. The tests do
+without a mount: where one rank's shard of step 12 should be there is a folder, so that its writer fails as it does on
+a full disk.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +27,8 @@ from tests.e2e import jobs
 
 LEFT = 40_000  # bytes; enough for ledger lines, too few for a shard
 SIZE = "64m"  # of the tmpfs
-FULL_AFTER, FREE_AFTER = 4, 7
-FLAGS = (*jobs.SHARDED, "--train-iters", "9", "--save-interval", "3", "--stability-mode", "act")
+FULL_AFTER, FREE_AFTER = 10, 16
+FLAGS = (*jobs.SHARDED, "--train-iters", "18", "--save-interval", "6", "--stability-mode", "act")
 
 
 class FullDisk:
@@ -41,6 +43,8 @@ class FullDisk:
 
     def write(self, record: StepRecord, decision: Decision) -> None:
         full = {FULL_AFTER: True, FREE_AFTER: False}.get(record.step)
+        if FULL_AFTER - 4 < record.step <= FULL_AFTER:
+            time.sleep(0.5)  # an asynchronous save is finalized between steps
         if full is not None and os.environ["RANK"] == "0":
             _ballast(self._folder / "ballast", full)
 
@@ -68,7 +72,7 @@ def run(pool: Pool, folder: Path, how: tuple[str, ...] = (), *, fill: bool = Fal
     save = folder / "run"
     flags = (*FLAGS, *how, "--save", str(save))
     if not fill:
-        (generations.folder_of(save, 6) / "__1_0.distcp").mkdir(parents=True)
+        (generations.folder_of(save, 12) / "__1_0.distcp").mkdir(parents=True)
     answers = pool.run(jobs.train, flags, FullDisk(str(folder)) if fill else None, world=2, timeout=200)
     view = ledger.read(save / "stability")
     return {
@@ -83,10 +87,10 @@ def run(pool: Pool, folder: Path, how: tuple[str, ...] = (), *, fill: bool = Fal
 
 GOES_ON = {
     "codes": [0, 0],
-    "generations": {9: "complete", 3: "complete"},
-    "tracker": 9,
-    "steps": list(range(1, 10)),
-    "saves": [3, 6, 9],
+    "generations": {18: "complete", 6: "complete"},
+    "tracker": 18,
+    "steps": list(range(1, 19)),
+    "saves": [6, 12, 18],
     "audit": [],
 }
 
