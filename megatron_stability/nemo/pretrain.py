@@ -111,7 +111,7 @@ def show(job: Job, world: int, out: TextIO) -> None:
         out: where to.
     """
     import yaml
-    from megatron.training.utils.yaml_utils import safe_yaml_representers
+    from megatron.training.config.yaml_utils import safe_yaml_representers
 
     container, stability = job.build()
     merged = {key: value for key, value in container.to_dict().items() if key != "_target_"}
