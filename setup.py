@@ -9,7 +9,7 @@ ROOT = Path(__file__).parent
 
 def patch_files() -> list[tuple[str, list[str]]]:
     """(install folder, files) for the diffs in patches/, so that an installed wheel carries them."""
-    folders = sorted(path for path in (ROOT / "patches").glob("*") if path.is_dir())
+    folders = sorted(path for path in (ROOT / "patches").rglob("*") if path.is_dir())
     return [
         (
             f"share/megatron-stability/{folder.relative_to(ROOT)}",

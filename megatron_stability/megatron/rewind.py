@@ -19,7 +19,6 @@ from megatron.core.num_microbatches_calculator import get_current_global_batch_s
 from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.core.utils import get_model_config
 from megatron.training import print_rank_0, training
-from megatron.training.async_utils import maybe_finalize_async_save
 from megatron.training.checkpointing import load_checkpoint
 
 from megatron_stability.act.pass_over import PassOver
@@ -29,6 +28,7 @@ from megatron_stability.errors import EXIT_HALTED, EXIT_REWIND, UsageError
 from megatron_stability.megatron import optimizer_state, rank_state, resume, snapshot
 from megatron_stability.megatron.checkpoint import Checkpoints
 from megatron_stability.megatron.data_iterators import DataIterators, draw
+from megatron_stability.megatron.host import Host
 from megatron_stability.megatron.snapshot import Snapshot
 from megatron_stability.pipeline import Policy, Sink
 from megatron_stability.record import generations, run_state
@@ -42,9 +42,9 @@ Outcome = Literal["rewound", "restart", "no checkpoint"]
 class Rewinds:
     """One a rank, beside the runtime; every method but the first is collective."""
 
-    def __init__(self, config: StabilityConfig, args: Namespace, checkpoints: Checkpoints) -> None:
-        """Takes the validated tree, Megatron's arguments, and what proves checkpoints."""
-        self._config, self._args, self._checkpoints = config, args, checkpoints
+    def __init__(self, config: StabilityConfig, args: Namespace, checkpoints: Checkpoints, host: Host) -> None:
+        """Takes the validated tree, Megatron's arguments, what proves checkpoints, and the loop around the core."""
+        self._config, self._args, self._checkpoints, self._host = config, args, checkpoints, host
         self.data = DataIterators()
         self.pass_over = PassOver(config.decide.skip_samples)
         self._go_on: tuple[int, int] | None = None  # iteration and its floating-point operations, for `train`
@@ -194,7 +194,7 @@ class Rewinds:
         return "rewound"
 
     def _finish_saves(self) -> None:
-        maybe_finalize_async_save(blocking=True)
+        self._host.finish_saves()
         self._checkpoints.settle()
 
     def _choose(self, back: int, sample: int, in_process: bool) -> Manifest | Snapshot | None:

@@ -17,6 +17,7 @@ from megatron_stability.megatron.batch_monitor import BatchHook
 from megatron_stability.megatron.data_iterators import DataIterators
 from megatron_stability.megatron.fp8_hook import Fp8Hook
 from megatron_stability.megatron.held_out import HeldOutHook
+from megatron_stability.megatron.host import Host
 from megatron_stability.megatron.model.embedding_clip import EmbeddingClipHook
 from megatron_stability.megatron.model.loss import real_vocab_size
 from megatron_stability.megatron.moe_monitor import MoeHook
@@ -79,13 +80,14 @@ def build(
     folder: Path,
     args: Namespace,
     data: DataIterators,
+    host: Host,
 ) -> list[WeightHook]:
     """The hooks that the configuration asks for. No collective, so that a rank may fail alone and say so.
 
     Raises:
         UsageError: a layer of this rank can't be measured or clipped; names it.
     """
-    hooks = _observers(config, model, optimizer, device, args)
+    hooks = _observers(config, model, optimizer, device, args, host)
     if config.observe.batch.enabled and not _graphs(args):
         hooks.append(BatchHook(config.observe.batch.ngram, model, device, data))
     if qk_clip.wanted(config):
@@ -115,7 +117,7 @@ def say_what_is_silent(args: Namespace, detectors: Sequence[Detector], available
 
 
 def _observers(
-    config: StabilityConfig, model: Sequence[Any], optimizer: Any, device: torch.device, args: Namespace
+    config: StabilityConfig, model: Sequence[Any], optimizer: Any, device: torch.device, args: Namespace, host: Host
 ) -> list[WeightHook]:
     """What only measures. The fixed micro-batch comes first: the others forget what they saw of it."""
     observe, sharded = config.observe, bool(getattr(args, "use_megatron_fsdp", False) or args.use_torch_fsdp2)
@@ -123,7 +125,7 @@ def _observers(
     if sharded:
         say(args, "FSDP keeps parts of weights and gradients in its own way: no norms of them, no digests of replicas")
     elif observe.replicas.weights_every or observe.replicas.compute_every:
-        vocab_size = real_vocab_size(args.padded_vocab_size)
+        vocab_size = real_vocab_size(host.vocab_size(), args.padded_vocab_size)
         hooks.append(ReplicaHook(observe.replicas, model, device, args, vocab_size))
     hooks.append(StepHook(float(optimizer.config.clip_grad)))
     if not sharded:
