@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 from collections.abc import Iterator, Mapping
@@ -10,7 +11,7 @@ from typing import Any, Final
 import megatron.bridge.recipes as recipes
 from hydra.errors import HydraException
 from megatron.bridge.models.gpt_provider import GPTModelProvider, local_layer_spec
-from megatron.bridge.training.config import ConfigContainer
+from megatron.bridge.training.config import ConfigContainer, GPTDatasetConfig, MockGPTDatasetConfig
 from megatron.bridge.training.utils.omegaconf_utils import (
     OverridesError,
     apply_overrides,
@@ -22,6 +23,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from megatron_stability.errors import UsageError
+from megatron_stability.megatron.preflight import check_dataset
 from megatron_stability.nemo import strict
 from megatron_stability.nemo.recipe_file import Layer, RecipeFile
 
@@ -80,7 +82,7 @@ def build(wanted: RecipeFile, cpu: bool) -> ConfigContainer:
     if cpu:
         if not isinstance(container.model, GPTModelProvider):
             raise UsageError(
-                f"recipe {wanted.recipe}: the CPU backend trains GPT models, and this is {type(container.model).__name__}"
+                f"recipe {wanted.recipe}: the CPU backend trains GPTs, and this is a {type(container.model).__name__}"
             )
         container.model.transformer_layer_spec = local_layer_spec
     return container
@@ -111,6 +113,33 @@ def _call(function: Any, name: str) -> ConfigContainer:
     if not isinstance(container, ConfigContainer):
         raise UsageError(f"recipe {name} gives a {type(container).__name__}, not a ConfigContainer")
     return container
+
+
+def refuse_no_data(dataset: Any) -> None:
+    """Bridge takes mock data where a pretraining set names none, and where it names some beside `mock`.
+
+    Args:
+        dataset: the recipe's section.
+
+    Raises:
+        UsageError: the data that are trained on are not those that the recipe names.
+    """
+    if not isinstance(dataset, GPTDatasetConfig) or isinstance(dataset, MockGPTDatasetConfig):
+        return
+    named = dataset.data_path or dataset.blend or any(dataset.blend_per_split or ())
+    if not named and not dataset.mock:
+        raise UsageError(
+            "dataset: no data; give dataset.data_path=PREFIX, which `megatron-stability prepare-data` makes, or "
+            "dataset.mock=true for synthetic data"
+        )
+    if named and dataset.mock:
+        raise UsageError("dataset.mock is true and data are named: Bridge would train on mock data; drop one")
+    paths = dataset.data_path or []
+    for prefix in paths.split() if isinstance(paths, str) else [str(path) for path in paths]:
+        with contextlib.suppress(ValueError):
+            float(prefix)  # a blend's weight
+            continue
+        check_dataset("dataset.data_path", prefix)
 
 
 def cpu_layer(container: ConfigContainer) -> Layer:

@@ -60,6 +60,7 @@ class Job:
 
         wanted = recipe_file.read(self.file, self.words, self.scale_down)
         container = merge.build(wanted, self.cpu)
+        merge.refuse_no_data(container.dataset)
         host.refuse_inactive(container, wanted.stability)
         try:
             runtime_config_update(copy.deepcopy(container))

@@ -1,7 +1,7 @@
 """A NeMo YAML recipe and `key=value` words, read before anything of Megatron is imported.
 
     recipe: vanilla_gpt_pretrain_config     # any recipe function of megatron.bridge.recipes
-    stability: {mode: act, ...}             # the tree of `megatron_stability.config`
+    stability: {mode: act, ...}             # the tree of `megatron_stability.config`; absent: stock Bridge
     scale_down: {model: {...}, ...}         # merged over the rest with --scale-down: the same recipe, small
     model: ...                              # all else: Bridge's own sections
 
@@ -88,12 +88,13 @@ def read(file: Path | None, words: Sequence[str] = (), scale_down: bool = False)
     merged = OmegaConf.merge(conf, small, own) if scale_down else OmegaConf.merge(conf, own)
     layers = [(str(file), conf)] + ([(f"{file}: scale_down", small)] if scale_down else [])
     try:
-        section = OmegaConf.to_container(merged.get("stability") or OmegaConf.create(), resolve=True)
+        section = merged.get("stability")
+        section = OmegaConf.to_container(section, resolve=True) if OmegaConf.is_config(section) else section
     except OmegaConfBaseException as error:
         raise UsageError(f"stability: {_first_line(error)}") from None
     return RecipeFile(
         recipe=_name(merged.get("recipe", DEFAULT_RECIPE)),
-        stability=tree.from_section(section),
+        stability=tree.from_section(section if "stability" in merged else {"mode": "off"}),
         layers=tuple(Layer(place, _bridges(values)) for place, values in layers),
         words=tuple(word for word, override in zip(words, parsed, strict=True) if _section(override) not in OWN),
         word_layer=Layer("the command line", theirs),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import inspect
 import types
 import typing
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -18,11 +19,12 @@ from typing import Any, Final
 import torch
 from megatron.bridge.training.mixed_precision import MIXED_PRECISION_RECIPES
 from megatron.bridge.utils.activation_map import ACTIVATION_FUNC_MAP, str_to_callable, str_to_dtype
-from megatron.bridge.utils.instantiate_utils import InstantiationException, _validate_target_prefix
+from megatron.bridge.utils.instantiate_utils import InstantiationException, _locate, _validate_target_prefix
 
 from megatron_stability.errors import UsageError
 
 TARGET: Final = "_target_"
+INSTANTIATION: Final = (TARGET, "_args_", "_call_", "_partial_", "_name_")  # words of the instantiation itself
 # A field that Bridge overwrites from another one.
 OVERWRITTEN: Final = {("dataset", "sequence_length"): "dataset.seq_length"}
 
@@ -37,7 +39,7 @@ def check(values: Mapping[Any, Any], container: Any, place: str, excluded: Colle
         excluded: dotted paths of the fields that Bridge restores after a merge, as `root.model.init_method`.
 
     Raises:
-        UsageError: an unknown key, a value of a wrong type, a field that holds code, or a `_target_` that is not allowed.
+        UsageError: an unknown key, a wrong type, a field that holds code, or a `_target_` that is not allowed.
     """
     _Check(place, frozenset(path.removeprefix("root.") for path in excluded)).section(values, container, ())
 
@@ -126,6 +128,7 @@ class _Check:
         """A value that is set as it is, or built from its `_target_`."""
         if isinstance(value, Mapping) and TARGET in value:
             self.target(value[TARGET], (*path, TARGET))
+            self.arguments(value, path)
             return
         kinds = _alternatives(annotation)
         if path == ("mixed_precision",):
@@ -136,6 +139,19 @@ class _Check:
             self.dtype(value, current, path)
         elif enum_member(annotation, value) is None and not any(_fits(value, kind) for kind in kinds):
             self.fail(path, f"= {value!r}: must be {_described(kinds, value)}")
+
+    def arguments(self, value: Mapping[Any, Any], path: tuple[str, ...]) -> None:
+        """Of a `_target_`, which Bridge calls with the keys that it knows and without the others."""
+        try:
+            parameters = inspect.signature(_locate(value[TARGET])).parameters
+        except (InstantiationException, ImportError, TypeError, ValueError) as error:
+            self.fail((*path, TARGET), f"= {value[TARGET]}: {str(error).splitlines()[0]}")
+        open_ended = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+        for key, item in value.items():
+            if not open_ended and key not in parameters and key not in INSTANTIATION:
+                self.fail((*path, str(key)), f"is not an argument of {value[TARGET]}{suggestion(str(key), parameters)}")
+            if isinstance(item, Mapping) and TARGET in item:
+                self.leaf(item, None, Any, (*path, str(key)))
 
     def mixed_precision(self, value: Any, path: tuple[str, ...]) -> None:
         if isinstance(value, Mapping):

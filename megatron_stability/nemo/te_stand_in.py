@@ -1,8 +1,8 @@
 """Lets Megatron-Bridge be imported where Transformer Engine is not installed.
 
-One module of Bridge, `megatron.bridge.peft.lora_layers`, imports it unconditionally, for annotations and for `isinstance`
-in LoRA layers that pretraining never builds. A stand-in exists while that module's body runs and not a moment longer:
-left in `sys.modules`, it would make megatron-core believe in Transformer Engine.
+One module of Bridge, `megatron.bridge.peft.lora_layers`, imports it always, for annotations and for `isinstance` in
+LoRA layers that pretraining never builds. A stand-in exists while that module's body runs and not a moment longer: left
+in `sys.modules`, it would make megatron-core believe in Transformer Engine.
 """
 
 from __future__ import annotations
