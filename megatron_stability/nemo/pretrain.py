@@ -31,6 +31,7 @@ class Job:
     words: tuple[str, ...]
     scale_down: bool = False
     cpu: bool = False
+    drill_fault: tuple[str, ...] = ()
 
     def prepare(self) -> None:
         """Make this process ready to import Megatron and Bridge, then import them."""
@@ -70,19 +71,27 @@ class Job:
             raise UsageError(f"Megatron-Bridge refuses this recipe: {said} ({Path(frame.filename).name})") from error
         return container, wanted.stability
 
+    def attach(self, container: Any, stability: Any) -> Any | None:
+        """The plugin around the run that follows, to be closed after it; None with mode off."""
+        if stability.mode == "off":
+            if self.drill_fault:
+                raise UsageError("--drill-fault with stability.mode off: nothing would see the fault; use mode observe")
+            return None
+        from megatron_stability.nemo import host
+
+        return host.attach(container, stability, self.drill_fault)
+
     def train(self) -> None:
         """Run to the end of training in this process, which is one rank."""
         from megatron.bridge.training.pretrain import pretrain
 
         container, stability = self.build()
-        if stability.mode == "off":
+        attached = self.attach(container, stability)
+        if attached is None:
             from megatron.bridge.training.gpt_step import forward_step
 
             pretrain(container, forward_step)
             return
-        from megatron_stability.nemo import host
-
-        attached = host.attach(container, stability)
         try:
             pretrain(container, attached.forward_step, callbacks=attached.callbacks)
         finally:
@@ -93,7 +102,19 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """The options that the runner and `megatron-stability nemo` share."""
     parser.add_argument("--scale-down", action="store_true", help="merge the recipe's scale_down section over the rest")
     parser.add_argument("--dry-run", action="store_true", help="print the merged recipe and what will be active")
+    parser.add_argument(
+        "--drill-fault",
+        action="append",
+        default=[],
+        metavar="KIND:step=N[,rank=R]",
+        help="a fault on purpose, as `megatron-stability pretrain` takes it",
+    )
     parser.add_argument("words", nargs="*", metavar="key=value", help="overrides, in Hydra's grammar")
+
+
+def job_of(options: argparse.Namespace, file: Path | None, unknown: Sequence[str]) -> Job:
+    """The job that parsed options describe; words that the parser does not know are judged with the overrides."""
+    return Job(file, (*options.words, *unknown), options.scale_down, on_cpu(), tuple(options.drill_fault))
 
 
 def on_cpu() -> bool:
@@ -123,14 +144,14 @@ def show(job: Job, world: int, out: TextIO) -> None:
         f"ranks: {world}" + (", CPU backend (a dry run of the numerics: no CUDA kernels, TE, FP8)" if job.cpu else ""),
         f"precision: {container.mixed_precision}",
         f"layer spec of the recipe: {getattr(spec, '__name__', type(spec).__name__)}",
-        f"NaN checks of Bridge: loss {container.rerun_state_machine.check_for_nan_in_loss}, "
-        f"gradients {container.ddp.check_for_nan_in_grad}",
         f"stability.mode: {stability.mode}",
     ]
-    if stability.mode != "off":
-        from megatron_stability.nemo import host
-
-        lines += host.describe(container, stability)
+    attached = job.attach(container, stability)
+    if attached is not None:
+        lines += attached.describe()
+        attached.close()
+    checks = container.rerun_state_machine.check_for_nan_in_loss, container.ddp.check_for_nan_in_grad
+    lines.append(f"NaN checks of Bridge, which end a run: loss {checks[0]}, gradients {checks[1]}")
     out.writelines(f"# {line}\n" for line in lines)
 
 
@@ -149,7 +170,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.add_argument("--config-file", type=Path, metavar="YAML", help="the recipe file")
         add_options(parser)
         options, unknown = parser.parse_known_intermixed_args(argv)
-        job = Job(options.config_file, (*options.words, *unknown), options.scale_down, on_cpu())
+        job = job_of(options, options.config_file, unknown)
         job.prepare()
         if not options.dry_run:
             job.train()

@@ -53,6 +53,7 @@ class RecipeFile:
         layers: overrides from files, the later the stronger.
         words: `key=value` words for Bridge's sections, stronger than every layer, in Hydra's grammar.
         word_layer: the same words as mappings, for checking.
+        save: `checkpoint.save`, where the file or a word gives it.
     """
 
     recipe: str
@@ -60,6 +61,7 @@ class RecipeFile:
     layers: tuple[Layer, ...]
     words: tuple[str, ...]
     word_layer: Layer
+    save: Path | None
 
 
 def read(file: Path | None, words: Sequence[str] = (), scale_down: bool = False) -> RecipeFile:
@@ -85,19 +87,21 @@ def read(file: Path | None, words: Sequence[str] = (), scale_down: bool = False)
     for override in parsed:
         path = str(override.key_or_group)
         _put(own if path.split(".")[0] in OWN else theirs, path, override)
-    merged = OmegaConf.merge(conf, small, own) if scale_down else OmegaConf.merge(conf, own)
+    merged = OmegaConf.merge(conf, *([small] if scale_down else []), own, theirs)
     layers = [(str(file), conf)] + ([(f"{file}: scale_down", small)] if scale_down else [])
     try:
         section = merged.get("stability")
         section = OmegaConf.to_container(section, resolve=True) if OmegaConf.is_config(section) else section
+        save = OmegaConf.select(merged, "checkpoint.save")
     except OmegaConfBaseException as error:
-        raise UsageError(f"stability: {_first_line(error)}") from None
+        raise UsageError(f"{file}: {_first_line(error)}") from None
     return RecipeFile(
         recipe=_name(merged.get("recipe", DEFAULT_RECIPE)),
         stability=tree.from_section(section if "stability" in merged else {"mode": "off"}),
         layers=tuple(Layer(place, _bridges(values)) for place, values in layers),
         words=tuple(word for word, override in zip(words, parsed, strict=True) if _section(override) not in OWN),
         word_layer=Layer("the command line", theirs),
+        save=Path(save) if isinstance(save, str) else None,
     )
 
 
