@@ -19,6 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
+from megatron_stability import config as tree
+from megatron_stability.config import StabilityConfig
 from megatron_stability.errors import EXIT_FINE, UsageError
 from megatron_stability.megatron.preflight import OneSentenceParser
 
@@ -49,7 +51,7 @@ class Job:
             cpu.install()
         import megatron.bridge.recipes  # noqa: F401  # paid once, before a launcher forks
 
-    def build(self) -> tuple[Any, Any]:
+    def build(self) -> tuple[Any, StabilityConfig]:
         """The merged container and our tree, judged by Bridge's own validation; starts no process group.
 
         Raises:
@@ -71,7 +73,7 @@ class Job:
             raise UsageError(f"Megatron-Bridge refuses this recipe: {said} ({Path(frame.filename).name})") from error
         return container, wanted.stability
 
-    def attach(self, container: Any, stability: Any) -> Any | None:
+    def attach(self, container: Any, stability: StabilityConfig) -> Any | None:
         """The plugin around the run that follows, to be closed after it; None with mode off."""
         if stability.mode == "off":
             if self.drill_fault:
@@ -142,17 +144,37 @@ def show(job: Job, world: int, out: TextIO) -> None:
     spec = container.model.transformer_layer_spec
     lines = [
         f"ranks: {world}" + (", CPU backend (a dry run of the numerics: no CUDA kernels, TE, FP8)" if job.cpu else ""),
-        f"precision: {container.mixed_precision}",
+        f"precision: {_precision(container)}",
         f"layer spec of the recipe: {getattr(spec, '__name__', type(spec).__name__)}",
         f"stability.mode: {stability.mode}",
     ]
     attached = job.attach(container, stability)
     if attached is not None:
-        lines += attached.describe()
+        lines += [f"stability.{setting}" for setting in _chosen(stability)] + attached.describe()
         attached.close()
     checks = container.rerun_state_machine.check_for_nan_in_loss, container.ddp.check_for_nan_in_grad
     lines.append(f"NaN checks of Bridge, which end a run: loss {checks[0]}, gradients {checks[1]}")
     out.writelines(f"# {line}\n" for line in lines)
+
+
+def _precision(container: Any) -> str:
+    precision = container.mixed_precision
+    if precision is None or precision.fp32:
+        return "fp32"
+    eight = f", {precision.fp8} FP8 {precision.fp8_recipe}" if precision.fp8 else ""
+    return ("bf16" if precision.bf16 else "fp16" if precision.fp16 else "fp32") + eight
+
+
+def _chosen(stability: StabilityConfig) -> list[str]:
+    """`path: value` of the settings that are not their default."""
+    found = []
+    for path, info in tree.leaves():
+        value: Any = stability
+        for name in path:
+            value = getattr(value, name)
+        if path != ("mode",) and value != info.get_default(call_default_factory=True):
+            found.append(f"{'.'.join(path)}: {value}")
+    return found
 
 
 def main(argv: Sequence[str] | None = None) -> int:
