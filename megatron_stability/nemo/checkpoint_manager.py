@@ -65,24 +65,35 @@ class StabilityCheckpointManager(DefaultCheckpointManager):
         runtime.host.manager = self
 
     def save(self, ctx: CheckpointSaveContext, callback_manager: Any) -> None:
-        """Ours first, so that it is there when Bridge says that all is written. Collective."""
+        """Bridge's files, ours beside them, and the manifest once all are written. Collective."""
         self._args.state = ctx.state
         step = int(ctx.state.train_state.step)
         folder = generations.folder_of(Path(str(self.checkpoint_config.save)), step)
         own: dict[str, Any] = {"iteration": step}
-        seams.add_checkpoint_state(own)
-        resume.from_rank_0(partial((folder / OWN).mkdir, parents=True, exist_ok=True))
-        own.pop("iteration")
-        seams.checkpoint_write(dist_checkpointing.save)(own, str(folder / OWN))
+        seams.add_checkpoint_state(own)  # as it is now; and an old folder of this name is no checkpoint from here on
+
+        def bridges() -> bool:
+            super(StabilityCheckpointManager, self).save(ctx, callback_manager)
+            return True
+
+        def ours() -> None:
+            resume.from_rank_0(partial((folder / OWN).mkdir, parents=True, exist_ok=True))
+            dist_checkpointing.save({name: own[name] for name in own if name != "iteration"}, str(folder / OWN))
+
+        if seams.checkpoint_write(bridges)():  # else the disk is full, and what is there goes away
+            seams.checkpoint_write(ours)()
         one = _Save()
         seams.checkpoint_saved(str(folder.parent), step, one)
         self._under_way.append(one)
-        seams.checkpoint_write(super().save)(ctx, callback_manager)
-        if one in self._under_way and not self.checkpoint_config.async_save:  # a full disk: Bridge did not come so far
-            self.written()
+        if not self.checkpoint_config.async_save:
+            self._complete_oldest()
 
     def written(self) -> None:
-        """The oldest save under way is on disk. Every rank."""
+        """Bridge says that all bytes of its oldest save under way are on disk. Every rank."""
+        if self.checkpoint_config.async_save:
+            self._complete_oldest()
+
+    def _complete_oldest(self) -> None:
         self._under_way.popleft().written()
 
     def load(self, ctx: CheckpointLoadContext) -> tuple[int, int]:
@@ -99,7 +110,8 @@ class StabilityCheckpointManager(DefaultCheckpointManager):
         state: dict[str, Any] = {}
         seams.add_checkpoint_state(state)
         wanted = {name: value for name, value in state.items() if not isinstance(value, str)}
-        seams.load_checkpoint_state(dist_checkpointing.load(wanted, str(own)) if _is_there(own) else {})
+        read = dist_checkpointing.load if wanted else lambda _, path: dist_checkpointing.load_common_state_dict(path)
+        seams.load_checkpoint_state(read(wanted, str(own)) if _is_there(own) else {})
         return found
 
     def _load(self, ctx: CheckpointLoadContext) -> tuple[int, int]:

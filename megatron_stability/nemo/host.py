@@ -31,7 +31,7 @@ from megatron_stability.megatron import arguments, layer_specs, seams, weight_ho
 from megatron_stability.megatron.fp8_flags import refuse_inactive_fp8
 from megatron_stability.megatron.model import settings
 from megatron_stability.megatron.runtime import Runtime
-from megatron_stability.nemo import faults
+from megatron_stability.nemo import describe, faults
 from megatron_stability.nemo.bridge_args import BridgeArgs
 from megatron_stability.nemo.loop import BridgeHost, StabilityCallback
 from megatron_stability.records import Action
@@ -89,7 +89,7 @@ def attach(container: ConfigContainer, stability: StabilityConfig, drill_fault: 
         put_back()
 
     step = faults.inject(args) if drill_fault else forward_step
-    return Attached([StabilityCallback(args, before_training)], step, tuple(lines))
+    return Attached([StabilityCallback(args, before_training)], step, (*describe.active(stability, args), *lines))
 
 
 @contextlib.contextmanager

@@ -9,21 +9,15 @@ import pytest
 import yaml
 
 from megatron_stability.act import fates
-from megatron_stability.errors import EXIT_HALTED, EXIT_REWIND
-from megatron_stability.record import entries, generations, run_state
+from megatron_stability.errors import EXIT_HALTED
+from megatron_stability.record import entries, generations
 from megatron_stability.records import Decision, StepRecord
 from tests.dist.pool import Pool
 from tests.e2e import artifacts, scenarios
 from tests.e2e.test_resume_and_halt import Actions
-from tests.nemo import jobs
+from tests.nemo import jobs, rewinds
 
 pytestmark = pytest.mark.nemo
-
-REWIND = {"detector": "non_finite", "tier": "non_finite", "action": "rewind", "generations": 1, "skip_steps": 1}
-
-
-def act(folder: Path, **more: Any) -> dict[str, Any]:
-    return {"mode": "act", "record": {"dir": str(folder / "stability")}} | more
 
 
 def test_the_outcomes_that_every_host_must_have(bridge: Pool, tmp_path: Path) -> None:
@@ -35,53 +29,21 @@ def test_the_outcomes_that_every_host_must_have(bridge: Pool, tmp_path: Path) ->
     scenarios.assert_outcomes(tmp_path)
 
 
-def run(
-    bridge: Pool,
-    out: Path,
-    settings: dict[str, Any],
-    rules: list[Any] | None = None,
-    faults: tuple[str, ...] = (),
-    code: int = 0,
-    world: int = 2,
-) -> list[Any]:
-    """(step, action) of each finished step; every rank ended with `code` and saw the same."""
-    where = {"checkpoint.save": str(out), "checkpoint.save_interval": 2, **settings}
-    tree = act(out, **({"decide": {"rules": rules}} if rules else {}))
-    results = bridge.run(jobs.train, where, tree, faults, Actions(), world=world, timeout=120)
-    assert [answer for answer, _ in results] == [code] * world
-    assert all(seen == results[0][1] for _, seen in results)
-    return [row[:2] for row in results[0][1]]
-
-
 def test_a_rewind_by_relaunch_is_a_start_from_that_checkpoint(bridge: Pool, tmp_path: Path) -> None:
-    """The reference starts by hand and leaves the step out by `train.iterations_to_skip`; both to the bit at step 6."""
-    settings = {**jobs.TP2, "train.train_iters": 6}
-    again = [(5, "skip"), (6, "apply")]
-    relaunched, by_hand = tmp_path / "relaunched", tmp_path / "by-hand"
-    faults = ("nan:step=5,rank=1",)
-    first = run(bridge, relaunched, settings, [REWIND], faults, EXIT_REWIND)
-    assert first == [*((step, "apply") for step in range(1, 5)), (5, "rewind")]
-    state = run_state.read(relaunched / "stability")
-    assert state is not None
-    assert (state.status, state.exit_code) == ("rewind", EXIT_REWIND)
-    load = {"checkpoint.load": str(relaunched)}
-    assert run(bridge, relaunched, settings | load, [REWIND], faults) == again
-    hand = load | {"checkpoint.ckpt_step": 4, "train.iterations_to_skip": [5]}
-    assert run(bridge, by_hand, settings | hand) == again
-    one, other = (artifacts.unpack(bridge.run(jobs.read, each, 6, world=1)[0]) for each in (relaunched, by_hand))
-    assert len(one) > 30
-    assert any("rng" in name for name in one)
-    assert artifacts.differences(one, other) == []
-    assert fates.audit(entries.read(relaunched / "stability")) == []
-    assert {each.step: each.state for each in generations.generations(by_hand)} == {6: "complete"}
-    written = yaml.safe_load((by_hand / "iter_0000006" / "run_config.yaml").read_text())
+    found = rewinds.compare(bridge, jobs.TP2, 2, tmp_path)
+    assert found["findings"] == []
+    assert found["entries"] > 30
+    assert found["generators"] > 0
+    assert fates.audit(entries.read(tmp_path / "relaunched" / "stability")) == []
+    assert {each.step: each.state for each in generations.generations(tmp_path / "by-hand")} == {6: "complete"}
+    written = yaml.safe_load((tmp_path / "by-hand" / "iter_0000006" / "run_config.yaml").read_text())
     assert "megatron_stability" not in yaml.safe_dump({name: written[name] for name in ("model", "checkpoint")})
 
 
 def test_a_halt_ends_with_its_code_and_keeps_the_last_step_that_stands(bridge: Pool, tmp_path: Path) -> None:
     rule = {"detector": "non_finite", "tier": "non_finite", "action": "halt"}
     settings = {**jobs.PP2, "train.train_iters": 6}
-    seen = run(bridge, tmp_path, settings, [rule], ("nan-loss:step=4,rank=1",), EXIT_HALTED)
+    seen = rewinds.run(bridge, tmp_path, settings, [rule], ("nan-loss:step=4,rank=1",), EXIT_HALTED)
     assert seen == [*((step, "apply") for step in range(1, 4)), (4, "halt")]
     assert {each.step: each.state for each in generations.generations(tmp_path)} == {2: "complete", 3: "suspect"}
 
@@ -100,7 +62,7 @@ class Norms(Actions):
 
 
 def test_everything_that_prevents_and_measures(bridge: Pool, tmp_path: Path) -> None:
-    tree = act(
+    tree = rewinds.act(
         tmp_path,
         model={"qk_norm": "rmsnorm", "attention_softcap": 30.0, "final_softcap": 20.0, "z_loss": 1e-4},
         qk_clip={"enabled": True, "tau": 1e-3},
@@ -120,7 +82,7 @@ def test_observing_changes_nothing(bridge: Pool, tmp_path: Path) -> None:
     """Nor do the seams: the first run has no runtime."""
     settings = {**jobs.TP2, "train.train_iters": 3}
     losses = []
-    for name, tree in (("stock", None), ("observed", act(tmp_path, mode="observe"))):
+    for name, tree in (("stock", None), ("observed", rewinds.act(tmp_path, mode="observe"))):
         where = {"logger.tensorboard_dir": str(tmp_path / name), "logger.tensorboard_log_interval": 1}
         bridge.run(jobs.train, settings | where, tree, world=2, timeout=120)
         scalars = artifacts.scalars(tmp_path / name)
@@ -139,7 +101,7 @@ def test_what_would_be_silent_or_wrong_is_refused(bridge: Pool, tmp_path: Path) 
         ({"checkpoint.most_recent_k": 2}, {}, "stability.checkpoint.keep"),
         ({"checkpoint.non_persistent_ckpt_type": "global"}, {}, "checkpoint.non_persistent_ckpt_type global"),
         ({}, {"decide": {"snapshot_steps": 4}}, "no rewind within the process"),
-        ({}, {"decide": {"rules": [REWIND]}}, "give checkpoint.save and checkpoint.save_interval"),
+        ({}, {"decide": {"rules": [rewinds.RULE]}}, "give checkpoint.save and checkpoint.save_interval"),
         ({}, {}, ""),
     ]
     (said,) = bridge.run(jobs.refusals, [(settings, tree) for settings, tree, _ in cases], world=1)
@@ -150,7 +112,7 @@ def test_what_would_be_silent_or_wrong_is_refused(bridge: Pool, tmp_path: Path) 
 def test_a_missing_checkpoint_and_a_partial_one_are_not_trained_from(bridge: Pool, tmp_path: Path) -> None:
     """Bridge would start from random weights, and load what fits with a line in the log."""
     ((code, seen),) = bridge.run(
-        jobs.train, {"checkpoint.load": str(tmp_path / "none")}, act(tmp_path), (), Actions(), world=1
+        jobs.train, {"checkpoint.load": str(tmp_path / "none")}, rewinds.act(tmp_path), (), Actions(), world=1
     )
     assert (code, seen) == (2, [])
-    assert bridge.run(jobs.partial_load, act(tmp_path), world=1) == [["code 2", "loaded"]]
+    assert bridge.run(jobs.partial_load, rewinds.act(tmp_path), world=1) == [["code 2", "loaded"]]

@@ -1,0 +1,40 @@
+"""Rewinds by relaunch under Megatron-Bridge on every layout, by hand:
+
+PYTHONPATH=.nemo:. .venv/bin/python -m tests.drills.bridge_rewinds docs/drills/bridge_rewinds.json
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from tests.dist.pool import Pool
+from tests.nemo import jobs, rewinds
+
+MUON = {"optimizer.optimizer": "muon"}
+CASES: dict[str, tuple[dict[str, Any], int]] = {
+    "TP2": (jobs.TP2, 2),
+    "PP2": (jobs.PP2, 2),
+    "DP2, distributed optimizer": (jobs.SHARDED, 2),
+    "TP2 x PP2": (jobs.TP2 | jobs.PP2, 4),
+    "TP2, Muon": (jobs.TP2 | MUON, 2),
+}
+
+
+def main(out: Path) -> int:
+    """Run every case and write the findings; 1 if there is any."""
+    pool, results = Pool(jobs.bridge), {}
+    for name, (layout, world) in CASES.items():
+        with tempfile.TemporaryDirectory() as folder:
+            results[name] = {"world": world} | rewinds.compare(pool, layout, world, Path(folder))
+        print(name, results[name], flush=True)
+    pool.close()
+    out.write_text(json.dumps(results, indent=1) + "\n")
+    return int(any(result["findings"] for result in results.values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1])))
