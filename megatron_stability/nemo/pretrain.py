@@ -19,7 +19,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
-from megatron_stability import config as tree
 from megatron_stability.config import StabilityConfig
 from megatron_stability.errors import EXIT_FINE, UsageError
 from megatron_stability.megatron.preflight import OneSentenceParser
@@ -146,11 +145,12 @@ def show(job: Job, world: int, out: TextIO) -> None:
         f"ranks: {world}" + (", CPU backend (a dry run of the numerics: no CUDA kernels, TE, FP8)" if job.cpu else ""),
         f"precision: {_precision(container)}",
         f"layer spec of the recipe: {getattr(spec, '__name__', type(spec).__name__)}",
-        f"stability.mode: {stability.mode}",
     ]
     attached = job.attach(container, stability)
-    if attached is not None:
-        lines += [f"stability.{setting}" for setting in _chosen(stability)] + attached.describe()
+    if attached is None:
+        lines.append("mode off: stock Megatron-Bridge")
+    else:
+        lines += attached.describe()
         attached.close()
     checks = container.rerun_state_machine.check_for_nan_in_loss, container.ddp.check_for_nan_in_grad
     lines.append(f"NaN checks of Bridge, which end a run: loss {checks[0]}, gradients {checks[1]}")
@@ -163,18 +163,6 @@ def _precision(container: Any) -> str:
         return "fp32"
     eight = f", {precision.fp8} FP8 {precision.fp8_recipe}" if precision.fp8 else ""
     return ("bf16" if precision.bf16 else "fp16" if precision.fp16 else "fp32") + eight
-
-
-def _chosen(stability: StabilityConfig) -> list[str]:
-    """`path: value` of the settings that are not their default."""
-    found = []
-    for path, info in tree.leaves():
-        value: Any = stability
-        for name in path:
-            value = getattr(value, name)
-        if path != ("mode",) and value != info.get_default(call_default_factory=True):
-            found.append(f"{'.'.join(path)}: {value}")
-    return found
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import importlib
-import importlib.abc
-import importlib.util
-import sys
-import types
 from collections.abc import Mapping
 from typing import Any
 
 from megatron_stability.megatron import cpu
+from megatron_stability.nemo import te_stand_in
 from tests.dist.pool import Context, import_megatron, torch_only
 from tests.e2e.jobs import Probe
 
@@ -26,37 +23,12 @@ def bridge() -> None:
 
     opening.install()
     cpu.install()
-    _import_bridge()
+    te_stand_in.install()
+    importlib.import_module("megatron.bridge.recipes")
+    importlib.import_module("megatron.bridge.training.pretrain")
     import_megatron()
     importlib.import_module("megatron_stability.nemo.host")
     importlib.import_module("megatron_stability.nemo.checkpoint_manager")
-
-
-def _import_bridge() -> None:
-    class Hook(importlib.abc.MetaPathFinder):
-        def find_spec(self, name, path, target=None):
-            if name != "megatron.bridge.peft.lora_layers":
-                return None
-            sys.meta_path.remove(self)
-            spec = importlib.util.find_spec(name)
-            execute = spec.loader.exec_module
-
-            def exec_module(module):
-                te, tp = types.ModuleType("transformer_engine"), types.ModuleType("transformer_engine.pytorch")
-                te.pytorch = tp
-                tp.ops = types.ModuleType("transformer_engine.pytorch.ops")
-                tp.ops.Sequential = type("Sequential", (), {})
-                sys.modules["transformer_engine"], sys.modules["transformer_engine.pytorch"] = te, tp
-                try:
-                    execute(module)
-                finally:
-                    del sys.modules["transformer_engine"], sys.modules["transformer_engine.pytorch"]
-
-            spec.loader.exec_module = exec_module
-            return spec
-
-    sys.meta_path.insert(0, Hook())
-    importlib.import_module("megatron.bridge.training.pretrain")
 
 
 def recipe(settings: Mapping[str, Any]) -> Any:

@@ -94,7 +94,7 @@ def test_precedence_is_command_line_over_scale_down_over_yaml_over_recipe(bridge
     assert "unfused" in str(shown["model"]["attention_backend"])
     assert (shown["stability"]["mode"], shown["stability"]["detect"]["loss_spike"]["k"]) == ("act", 8)
     assert shown["dist"]["distributed_backend"] == "gloo"  # the CPU backend's
-    assert "# stability.mode: act" in text
+    assert "# mode act" in text
     assert "CPU backend" in text
 
 
