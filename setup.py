@@ -20,7 +20,7 @@ def patch_files() -> list[tuple[str, list[str]]]:
 
 
 MEGATRON = ["megatron-core[training]>=0.18.2,<0.20", "torch>=2.6"]
-# What megatron-bridge 0.6.2 imports for GPTs. Itself it comes without its dependencies, some of which are built with CUDA:
+# What megatron-bridge 0.6.2 imports for GPTs. Itself it comes without dependencies, some of which are built with CUDA:
 # pip install --no-deps megatron-bridge==0.6.2 nvidia-resiliency-ext==0.6.0
 NEMO = [
     "megatron-core[training]==0.19.2",  # the pair that is tested; Bridge alone lets a resolver go back to 0.13

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
-from megatron_stability.megatron import cpu
-from megatron_stability.nemo import te_stand_in
+from megatron_stability.nemo.pretrain import Job
 from tests.dist.pool import Context, import_megatron, torch_only
 from tests.e2e.jobs import Probe
 
+EXAMPLES = Path(__file__).parents[2] / "examples" / "nemo"
 TP2 = {"model.tensor_model_parallel_size": 2}
 PP2 = {"model.pipeline_model_parallel_size": 2}
 SHARDED = {"ddp.use_distributed_optimizer": True, "optimizer.use_distributed_optimizer": True}
@@ -19,12 +20,7 @@ SHARDED = {"ddp.use_distributed_optimizer": True, "optimizer.use_distributed_opt
 def bridge() -> None:
     """Prepare a template with Megatron-Bridge, its seams open, on the CPU backend."""
     torch_only()
-    from megatron_stability.nemo import opening
-
-    opening.install()
-    cpu.install()
-    te_stand_in.install()
-    importlib.import_module("megatron.bridge.recipes")
+    Job(EXAMPLES / "tiny_cpu.yaml", (), cpu=True).prepare()
     importlib.import_module("megatron.bridge.training.pretrain")
     import_megatron()
     importlib.import_module("megatron_stability.nemo.host")

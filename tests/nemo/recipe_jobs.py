@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -69,3 +70,9 @@ def train_stock(context: Context, file: Path, words: Sequence[str]) -> int:
     with contextlib.redirect_stdout(io.StringIO()):
         pretrain(container, forward_step)
     return 0
+
+
+def transformer_engine(context: Context) -> tuple[bool, list[str]]:
+    """Whether the module that needs the stand-in is there, and what is left of the stand-in."""
+    left = [name for name in sys.modules if name.split(".")[0] == "transformer_engine"]
+    return "megatron.bridge.peft.lora_layers" in sys.modules, left

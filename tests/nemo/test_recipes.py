@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
 
-from megatron_stability.errors import UsageError
+from megatron_stability import cli
 from tests.dist.pool import Pool
 from tests.e2e import artifacts
-from tests.nemo import recipe_jobs
+from tests.nemo import jobs, recipe_jobs
 
 pytestmark = pytest.mark.nemo
 
-EXAMPLES = Path(__file__).parents[2] / "examples" / "nemo"
+EXAMPLES = jobs.EXAMPLES
 MOCK = "dataset: {mock: true}\n"
 # (YAML, words, what the error must hold); the first block: Bridge would log a line and go on, or say nothing.
 REFUSED = (
@@ -139,12 +140,42 @@ def test_without_a_stability_section_mode_off_is_stock_bridge_to_the_bit(bridge:
         assert ours[tag] == theirs[tag]
 
 
-def test_a_file_that_is_not_there_is_one_sentence(tmp_path: Path) -> None:
-    from megatron_stability.nemo import recipe_file
+def test_the_stand_in_for_transformer_engine_is_gone_after_the_import(bridge: Pool) -> None:
+    assert bridge.run(recipe_jobs.transformer_engine, world=1) == [(True, [])]
 
-    with pytest.raises(UsageError, match="cannot be read"):
-        recipe_file.read(tmp_path / "none.yaml")
-    file = tmp_path / "r.yaml"
-    file.write_text("model: {num_layers: 2}")
-    with pytest.raises(UsageError, match="has no scale_down section"):
-        recipe_file.read(file, scale_down=True)
+
+COMMANDS = (
+    (["none.yaml"], "cannot be read"),
+    (["RECIPE", "--nproc-per-node", "0"], "start at least one rank"),
+    (["RECIPE", "--nproc-per-nod", "2"], "unknown flag --nproc-per-nod"),
+    (["RECIPE", "--scale-down"], "has no scale_down section"),
+    (["RECIPE", "stability.mod=act"], "did you mean `mode`?"),
+    (["RECIPE", "--supervise", "3"], "give checkpoint.save"),
+    (["RECIPE", "--supervise", "-1", "checkpoint.save=x"], "give the restarts"),
+    (["RECIPE", "--"], "after -- stands the command"),
+    ([], "RECIPE.yaml"),
+)
+
+
+@pytest.mark.parametrize(("argv", "message"), COMMANDS)
+def test_a_bad_command_is_one_sentence_before_the_slow_imports(
+    argv: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("model: {num_layers: 2}\n")
+    assert cli.main(["nemo", *(str(recipe) if word == "RECIPE" else word for word in argv)]) == 2
+    assert message in capsys.readouterr().err
+    assert "megatron.bridge" not in sys.modules
+
+
+def test_the_command_that_starts_ranks_gets_the_whole_recipe(tmp_path: Path) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("scale_down: {model: {num_layers: 2}}\n")
+    seen = tmp_path / "seen"
+    starter = tmp_path / "starter"
+    starter.write_text(f'#!/bin/sh\nprintf "%s\\n" "$@" > {seen}\nexit 7\n')
+    starter.chmod(0o700)
+    argv = [str(recipe), "a.b=1", "--scale-down", "--drill-fault", "nan:step=3", "--", str(starter), "--nnodes", "2"]
+    assert cli.main(["nemo", *argv]) == 7
+    flags = ["--config-file", str(recipe), "--scale-down", "--drill-fault", "nan:step=3", "a.b=1"]
+    assert seen.read_text().split() == ["--nnodes", "2", "-m", "megatron_stability.nemo.pretrain", *flags]
