@@ -51,7 +51,7 @@ CPU: Final[Mapping[str, Mapping[str, Any]]] = {
 }
 
 
-def build(wanted: RecipeFile, cpu: bool) -> ConfigContainer:
+def build(wanted: RecipeFile, cpu: bool) -> tuple[ConfigContainer, list[str]]:
     """The merged recipe.
 
     Args:
@@ -59,15 +59,17 @@ def build(wanted: RecipeFile, cpu: bool) -> ConfigContainer:
         cpu: whether this process is on the CPU backend.
 
     Returns:
-        A container as Bridge's `pretrain` takes it, not yet finalized.
+        A container as Bridge's `pretrain` takes it, not yet finalized; and what the CPU backend changed in it.
 
     Raises:
         UsageError: no such recipe, or an override that Bridge would drop, revert or misread.
     """
     container = recipe(wanted.recipe)()
     base, excluded = create_omegaconf_dict_config(container)
-    layers = (*wanted.layers, cpu_layer(container)) if cpu else wanted.layers
-    merged = _merge(base, layers)
+    layers, merged, notes = wanted.layers, _merge(base, wanted.layers), []
+    if cpu:
+        notes = list(_changes(layer := cpu_layer(container), merged))
+        layers, merged = (*layers, layer), _merge(merged, (layer,))
     for layer in (*layers, wanted.word_layer):
         strict.check(_resolved(layer, merged), container, layer.place, excluded)
     try:
@@ -85,7 +87,7 @@ def build(wanted: RecipeFile, cpu: bool) -> ConfigContainer:
                 f"recipe {wanted.recipe}: the CPU backend trains GPTs, and this is a {type(container.model).__name__}"
             )
         container.model.transformer_layer_spec = local_layer_spec
-    return container
+    return container, notes
 
 
 def recipe(name: str) -> Any:
@@ -154,6 +156,14 @@ def cpu_layer(container: ConfigContainer) -> Layer:
     return Layer("the CPU backend", OmegaConf.create(values))
 
 
+def _changes(layer: Layer, merged: DictConfig) -> Iterator[str]:
+    for path in _leaves(OmegaConf.to_container(layer.values)):
+        name = ".".join(path)
+        before, after = OmegaConf.select(merged, name), OmegaConf.select(layer.values, name)
+        if before != after:
+            yield f"{name}: {after} (not {before})"
+
+
 def _merge(base: DictConfig, layers: tuple[Layer, ...]) -> DictConfig:
     merged = base
     for layer in layers:
@@ -190,7 +200,7 @@ def _leaves(node: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
 
 
 def _settle(container: ConfigContainer, path: tuple[str, ...], place: str) -> None:
-    """After the merge: enumerations get their member; an object that Bridge failed to build is an error."""
+    """After the merge: enumerations get their member, dtypes their value; an object that Bridge failed to build is an error."""
     owner: Any = container
     for name in path[:-1]:
         owner = getattr(owner, name, None)
@@ -202,9 +212,8 @@ def _settle(container: ConfigContainer, path: tuple[str, ...], place: str) -> No
             setattr(owner, path[-1], instantiate(dict(value)))
         except (InstantiationException, TypeError, ValueError) as error:
             raise UsageError(f"{place}: {'.'.join(path)} can't be built: {_sentence(error)}") from None
-    member = strict.enum_member(strict.annotations(type(owner)).get(path[-1]), value)
-    if member is not None:
-        setattr(owner, path[-1], member)
+    elif (known := strict.meant(strict.annotations(type(owner)).get(path[-1]), value)) is not value:
+        setattr(owner, path[-1], known)
 
 
 def _sentence(error: BaseException) -> str:

@@ -85,7 +85,7 @@ def test_precedence_is_command_line_over_scale_down_over_yaml_over_recipe(bridge
         "stability: {detect: {loss_spike: {k: 7}}, mode: observe}\n"
         "dataset: {mock: true, seq_length: 32}\ntrain: {train_iters: 40, global_batch_size: 8}\n"
         "model: {num_layers: 3, hidden_size: 32, num_attention_heads: 2, vocab_size: 128,"
-        " seq_length: '${dataset.seq_length}', attention_backend: unfused, activation_func: silu}\n"
+        " pipeline_dtype: torch.float32, seq_length: '${dataset.seq_length}', attention_backend: unfused, activation_func: silu}\n"
         "scale_down: {model: {num_layers: 2}, train: {train_iters: 20}, stability: {detect: {loss_spike: {k: 8}}}}\n"
     )
     words = ("train.train_iters=5", "stability.mode=act")
@@ -93,10 +93,12 @@ def test_precedence_is_command_line_over_scale_down_over_yaml_over_recipe(bridge
     assert (shown["train"]["train_iters"], shown["train"]["global_batch_size"]) == (5, 8)
     assert (shown["model"]["num_layers"], shown["model"]["seq_length"]) == (2, 32)
     assert "unfused" in str(shown["model"]["attention_backend"])
+    assert "float32" in str(shown["model"]["pipeline_dtype"])
+    assert "_target_" in str(shown["model"]["pipeline_dtype"])
     assert (shown["stability"]["mode"], shown["stability"]["detect"]["loss_spike"]["k"]) == ("act", 8)
     assert shown["dist"]["distributed_backend"] == "gloo"  # the CPU backend's
     assert "# mode act" in text
-    assert "CPU backend" in text
+    assert "# the CPU backend sets dist.distributed_backend: gloo (not nccl)" in text
 
 
 @pytest.mark.parametrize("file", sorted(EXAMPLES.glob("*.yaml")), ids=lambda file: file.stem)
