@@ -85,7 +85,8 @@ def test_precedence_is_command_line_over_scale_down_over_yaml_over_recipe(bridge
         "stability: {detect: {loss_spike: {k: 7}}, mode: observe}\n"
         "dataset: {mock: true, seq_length: 32}\ntrain: {train_iters: 40, global_batch_size: 8}\n"
         "model: {num_layers: 3, hidden_size: 32, num_attention_heads: 2, vocab_size: 128,"
-        " pipeline_dtype: torch.float32, seq_length: '${dataset.seq_length}', attention_backend: unfused, activation_func: silu}\n"
+        " pipeline_dtype: torch.float32, attention_backend: unfused, activation_func: silu,"
+        " seq_length: '${dataset.seq_length}'}\n"
         "scale_down: {model: {num_layers: 2}, train: {train_iters: 20}, stability: {detect: {loss_spike: {k: 8}}}}\n"
     )
     words = ("train.train_iters=5", "stability.mode=act")
