@@ -28,7 +28,7 @@ from megatron_stability.nemo import strict
 from megatron_stability.nemo.recipe_file import Layer, RecipeFile
 
 # What a CPU can't do: each line turns off a CUDA kernel, NCCL or Transformer Engine. Set where the recipe has the key.
-CPU: Final[Mapping[str, Mapping[str, Any]]] = {
+CPU: Final[Mapping[str, Mapping[str, Any] | None]] = {
     "dist": {"distributed_backend": "gloo"},
     "model": {
         "transformer_impl": "local",
@@ -77,7 +77,7 @@ def build(wanted: RecipeFile, cpu: bool) -> tuple[ConfigContainer, list[str]]:
         final = OmegaConf.to_container(merged, resolve=True)
     except (OverridesError, HydraException, OmegaConfBaseException) as error:
         raise UsageError(f"{wanted.word_layer.place}: {_sentence(error)}") from None
-    apply_overrides(container, final, excluded)  # type: ignore[arg-type]
+    apply_overrides(container, final, excluded)
     for layer in (*layers, wanted.word_layer):
         for path in _leaves(OmegaConf.to_container(layer.values, resolve=False)):
             _settle(container, path, layer.place)
@@ -96,11 +96,11 @@ def recipe(name: str) -> Any:
     Raises:
         UsageError: there is none, with the nearest name; or it wants arguments.
     """
-    function = getattr(recipes, name, None)
     known = [other for other in dir(recipes) if other.endswith("_config") and callable(getattr(recipes, other))]
     if name not in known:
         hint = strict.suggestion(name, known) or f"; there are {len(known)}, e.g. vanilla_gpt_pretrain_config"
         raise UsageError(f"recipe: there is no recipe `{name}` in megatron.bridge.recipes{hint}")
+    function = getattr(recipes, name)
     wanted = [p.name for p in inspect.signature(function).parameters.values() if p.default is p.empty and p.kind < 2]
     if wanted:
         raise UsageError(f"recipe: {name} needs arguments ({', '.join(wanted)}), which YAML can't give")
@@ -168,7 +168,7 @@ def _merge(base: DictConfig, layers: tuple[Layer, ...]) -> DictConfig:
     merged = base
     for layer in layers:
         try:
-            merged = OmegaConf.merge(merged, layer.values)  # type: ignore[assignment]
+            merged = OmegaConf.merge(merged, layer.values)
         except OmegaConfBaseException as error:
             raise UsageError(f"{layer.place}: {_sentence(error)}") from None
     return merged
@@ -200,7 +200,7 @@ def _leaves(node: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
 
 
 def _settle(container: ConfigContainer, path: tuple[str, ...], place: str) -> None:
-    """After the merge: enumerations get their member, dtypes their value; an object that Bridge failed to build is an error."""
+    """After the merge: names of members and dtypes become them; an object that Bridge failed to build is an error."""
     owner: Any = container
     for name in path[:-1]:
         owner = getattr(owner, name, None)
@@ -212,7 +212,7 @@ def _settle(container: ConfigContainer, path: tuple[str, ...], place: str) -> No
             setattr(owner, path[-1], instantiate(dict(value)))
         except (InstantiationException, TypeError, ValueError) as error:
             raise UsageError(f"{place}: {'.'.join(path)} can't be built: {_sentence(error)}") from None
-    elif (known := strict.meant(strict.annotations(type(owner)).get(path[-1]), value)) is not value:
+    elif (known := strict.meant(strict.field_types(type(owner)).get(path[-1]), value)) is not value:
         setattr(owner, path[-1], known)
 
 

@@ -62,7 +62,7 @@ def meant(annotation: Any, value: Any) -> Any:
     return value
 
 
-def annotations(owner: type) -> dict[str, Any]:
+def field_types(owner: type) -> dict[str, Any]:
     """The types of a dataclass's fields; of one whose annotations can't be evaluated, nothing is known."""
     try:
         return typing.get_type_hints(owner)
@@ -86,7 +86,7 @@ class _Check:
 
     def section(self, values: Mapping[Any, Any], owner: Any, above: tuple[str, ...]) -> None:
         """One dataclass of the recipe and the mapping that overrides it."""
-        hints = annotations(type(owner))
+        hints = field_types(type(owner))
         known = _settable(owner)
         for key, value in values.items():
             path = (*above, str(key))
@@ -230,7 +230,7 @@ def _described(kinds: tuple[Any, ...], value: Any) -> str:
             names += [repr(choice) for choice in typing.get_args(kind)]
         elif isinstance(kind, type) and issubclass(kind, Enum):
             names += list(kind.__members__)
-        elif dataclasses.is_dataclass(kind):
+        elif isinstance(kind, type) and dataclasses.is_dataclass(kind):
             names.append(f"a mapping with `_target_: {kind.__module__}.{kind.__qualname__}`")
         elif typing.get_origin(kind) is Callable or kind is Callable or not isinstance(kind, type):
             names.append(str(kind).removeprefix("typing.") if typing.get_origin(kind) is not None else "code")
