@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import importlib
-import importlib.abc
-import importlib.util
-import sys
-import types
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
-from megatron_stability.megatron import cpu
+from megatron_stability.nemo.pretrain import Job
 from tests.dist.pool import Context, import_megatron, torch_only
 from tests.e2e.jobs import Probe
 
+EXAMPLES = Path(__file__).parents[2] / "examples" / "nemo"
 TP2 = {"model.tensor_model_parallel_size": 2}
 PP2 = {"model.pipeline_model_parallel_size": 2}
 SHARDED = {"ddp.use_distributed_optimizer": True, "optimizer.use_distributed_optimizer": True}
@@ -22,41 +20,11 @@ SHARDED = {"ddp.use_distributed_optimizer": True, "optimizer.use_distributed_opt
 def bridge() -> None:
     """Prepare a template with Megatron-Bridge, its seams open, on the CPU backend."""
     torch_only()
-    from megatron_stability.nemo import opening
-
-    opening.install()
-    cpu.install()
-    _import_bridge()
+    Job(EXAMPLES / "tiny_cpu.yaml", (), cpu=True).prepare()
+    importlib.import_module("megatron.bridge.training.pretrain")
     import_megatron()
     importlib.import_module("megatron_stability.nemo.host")
     importlib.import_module("megatron_stability.nemo.checkpoint_manager")
-
-
-def _import_bridge() -> None:
-    class Hook(importlib.abc.MetaPathFinder):
-        def find_spec(self, name, path, target=None):
-            if name != "megatron.bridge.peft.lora_layers":
-                return None
-            sys.meta_path.remove(self)
-            spec = importlib.util.find_spec(name)
-            execute = spec.loader.exec_module
-
-            def exec_module(module):
-                te, tp = types.ModuleType("transformer_engine"), types.ModuleType("transformer_engine.pytorch")
-                te.pytorch = tp
-                tp.ops = types.ModuleType("transformer_engine.pytorch.ops")
-                tp.ops.Sequential = type("Sequential", (), {})
-                sys.modules["transformer_engine"], sys.modules["transformer_engine.pytorch"] = te, tp
-                try:
-                    execute(module)
-                finally:
-                    del sys.modules["transformer_engine"], sys.modules["transformer_engine.pytorch"]
-
-            spec.loader.exec_module = exec_module
-            return spec
-
-    sys.meta_path.insert(0, Hook())
-    importlib.import_module("megatron.bridge.training.pretrain")
 
 
 def recipe(settings: Mapping[str, Any]) -> Any:
