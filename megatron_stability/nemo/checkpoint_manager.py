@@ -63,6 +63,8 @@ class StabilityCheckpointManager(DefaultCheckpointManager):
         self._under_way: deque[_Save] = deque()
         self.loaded = False
         runtime.host.manager = self
+        if checkpoint_config.load is not None:
+            resume.from_rank_0(partial(_show, Path(checkpoint_config.load)))
 
     def save(self, ctx: CheckpointSaveContext, callback_manager: Any) -> None:
         """Bridge's files, ours beside them, and the manifest once all are written. Collective."""
@@ -122,6 +124,13 @@ class StabilityCheckpointManager(DefaultCheckpointManager):
             if not ending.code:
                 raise SystemExit(seams.failed_load_code()) from ending
             raise
+
+
+def _show(root: Path) -> None:
+    """Rank 0: show Bridge a complete checkpoint whose trackers are lost, for it would train afresh."""
+    newest = None if checkpoint_exists(str(root)) else next(generations.candidates(root), None)
+    if newest is not None:
+        generations.write_tracker(root, newest.step)
 
 
 def _is_there(folder: Path) -> bool:

@@ -38,7 +38,7 @@ from megatron_stability.records import Action
 
 MANAGER = "megatron_stability.nemo.checkpoint_manager.StabilityCheckpointManager"
 _STOCK_SPECS = (default_layer_spec, transformer_engine_layer_spec, local_layer_spec)
-FP8_STATISTICS = ("underflows%", "overflows%", "scale_inv_min", "scale_inv_max", "mse")
+FP8_STATISTICS = ("underflows%", "scale_inv_min", "scale_inv_max", "mse")
 
 
 @dataclass(frozen=True)
@@ -198,7 +198,8 @@ def _inspect_tensors(args: BridgeArgs) -> list[str]:
         return []
     if find_spec("nvdlfw_inspect") is None:
         return ["FP8 statistics of Transformer Engine are not logged: nvdlfw-inspect is not installed"]
-    log = {"enabled": True, "tensors": ["activation", "gradient", "weight"], "stats": list(FP8_STATISTICS), "freq": 100}
+    stats = [*FP8_STATISTICS, *(["overflows%"] if args.fp8_recipe == "delayed" else [])]
+    log = {"enabled": True, "tensors": ["activation", "gradient", "weight"], "stats": stats, "freq": 100}
     container.tensor_inspect = TensorInspectConfig(
         enabled=True,
         features={

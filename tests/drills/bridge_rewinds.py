@@ -1,4 +1,4 @@
-"""Rewinds by relaunch under Megatron-Bridge on every layout, by hand:
+"""Rewinds by relaunch and plain resumes under Megatron-Bridge on every layout, by hand:
 
 PYTHONPATH=.nemo:. .venv/bin/python -m tests.drills.bridge_rewinds docs/drills/bridge_rewinds.json
 """
@@ -29,11 +29,16 @@ def main(out: Path) -> int:
     pool, results = Pool(jobs.bridge), {}
     for name, (layout, world) in CASES.items():
         with tempfile.TemporaryDirectory() as folder:
-            results[name] = {"world": world} | rewinds.compare(pool, layout, world, Path(folder))
+            rewind = rewinds.compare(pool, layout, world, Path(folder))
+            results[name] = {
+                "world": world,
+                "rewind": rewind,
+                "resume": rewinds.resume(pool, layout, world, Path(folder)),
+            }
         print(name, results[name], flush=True)
     pool.close()
     out.write_text(json.dumps(results, indent=1) + "\n")
-    return int(any(result["findings"] for result in results.values()))
+    return int(any(result[kind]["findings"] for result in results.values() for kind in ("rewind", "resume")))
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from megatron_stability.errors import EXIT_REWIND
@@ -15,6 +16,7 @@ from tests.nemo import jobs
 
 RULE = {"detector": "non_finite", "tier": "non_finite", "action": "rewind", "generations": 1, "skip_steps": 1}
 FAULT = "nan:step=5,rank=1"
+DROPOUT = MappingProxyType({"model.hidden_dropout": 0.1, "model.attention_dropout": 0.1})
 
 
 def act(folder: Path, **more: Any) -> dict[str, Any]:
@@ -53,8 +55,7 @@ def compare(bridge: Pool, layout: Mapping[str, Any], world: int, folder: Path) -
         `findings`: names of what differs at step 6, Bridge's entries and ours; `entries` and `generators`: how many
         were compared.
     """
-    dropout = {"model.hidden_dropout": 0.1, "model.attention_dropout": 0.1}
-    settings = {**layout, **dropout, "train.train_iters": 6}
+    settings = {**layout, **DROPOUT, "train.train_iters": 6}
     again = [(5, "skip"), (6, "apply")]
     relaunched, by_hand = folder / "relaunched", folder / "by-hand"
     first = run(bridge, relaunched, settings, [RULE], (FAULT,), EXIT_REWIND, world)
@@ -66,9 +67,24 @@ def compare(bridge: Pool, layout: Mapping[str, Any], world: int, folder: Path) -
     assert run(bridge, relaunched, settings | load, [RULE], (FAULT,), world=world) == again
     hand = load | {"checkpoint.ckpt_step": 4, "train.iterations_to_skip": [5]}
     assert run(bridge, by_hand, settings | hand, world=world) == again
-    one, other = (artifacts.unpack(bridge.run(jobs.read, each, 6, world=1)[0]) for each in (relaunched, by_hand))
+    return differences(bridge, relaunched, by_hand)
+
+
+def resume(bridge: Pool, layout: Mapping[str, Any], world: int, folder: Path) -> dict[str, Any]:
+    """As `compare`: a start from step 4 of an uninterrupted run, against the rest of that run."""
+    settings = {**layout, **DROPOUT, "train.train_iters": 6}
+    whole, resumed = folder / "whole", folder / "resumed"
+    assert run(bridge, whole, settings, world=world) == [(step, "apply") for step in range(1, 7)]
+    load = {"checkpoint.load": str(whole), "checkpoint.ckpt_step": 4}
+    assert run(bridge, resumed, settings | load, world=world) == [(5, "apply"), (6, "apply")]
+    return differences(bridge, whole, resumed)
+
+
+def differences(bridge: Pool, one: Path, other: Path) -> dict[str, Any]:
+    """What differs between two runs at step 6, and how much was compared."""
+    states = [artifacts.unpack(bridge.run(jobs.read, each, 6, world=1)[0]) for each in (one, other)]
     return {
-        "findings": artifacts.differences(one, other),
-        "entries": len(one),
-        "generators": sum("generators" in name for name in one),
+        "findings": artifacts.differences(*states),
+        "entries": len(states[0]),
+        "generators": sum("generators" in name for name in states[0]),
     }

@@ -171,11 +171,12 @@ def read_tree(root: Path, patches: Path | None = None) -> Tree:
     ) from misfit
 
 
-def read_bridge(patches: Path | None = None) -> Tree:
+def read_bridge(patches: Path | None = None, root: Path | None = None) -> Tree:
     """Reads every target file of the installed megatron-bridge; a wheel's very version is asked for.
 
     Args:
         patches: the folder of patch folders; `patches_root() / BRIDGE` by default.
+        root: the site-packages folder that holds it; by default the one that Python imports from.
 
     Returns:
         The tree and its patch set, whatever its state.
@@ -184,7 +185,7 @@ def read_bridge(patches: Path | None = None) -> Tree:
         UsageError: megatron-bridge is not installed, its version has no patches, or a file is neither stock nor
             patched.
     """
-    root = _root_with(_BRIDGE_INFO)
+    root = root or _root_with(_BRIDGE_INFO)
     if root is None:
         raise UsageError(
             "megatron-bridge is not installed in this environment: pip install 'megatron-stability[nemo]'."
