@@ -16,6 +16,7 @@ import sys
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -53,6 +54,11 @@ class Job:
         """Make this process ready to import Megatron and Bridge, then import them."""
         from megatron_stability.nemo import recipe_file, te_stand_in
 
+        if find_spec("megatron") is None or find_spec("megatron.bridge") is None:
+            raise UsageError(
+                "Megatron-Bridge is not installed: pip install --no-deps megatron-bridge==0.6.2 "
+                "nvidia-resiliency-ext==0.6.0 (docs/nemo.md)"
+            )
         mode = recipe_file.read(self.file, self.words, self.scale_down).stability.mode
         te_stand_in.install()
         if mode != "off":  # stock is stock: without the plugin, not even the seams are opened
