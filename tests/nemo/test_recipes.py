@@ -143,6 +143,26 @@ def test_without_a_stability_section_mode_off_is_stock_bridge_to_the_bit(bridge:
         assert ours[tag] == theirs[tag]
 
 
+def test_a_resumed_run_is_the_uninterrupted_run_to_the_bit(bridge: Pool, tmp_path: Path) -> None:
+    def train(name: str, *words: str) -> None:
+        folder = tmp_path / name
+        own = (
+            "checkpoint.save_interval=2",
+            f"logger.tensorboard_dir={folder}",
+            f"stability.record.dir={folder / 'own'}",
+        )
+        iterations = ("train.train_iters=4", "model.hidden_dropout=0.1")
+        assert bridge.run(recipe_jobs.train, EXAMPLES / "tiny_cpu.yaml", (*own, *iterations, *words), world=1) == [0]
+
+    train("whole", f"checkpoint.save={tmp_path / 'a'}")
+    train("half", f"checkpoint.save={tmp_path / 'b'}", "train.exit_interval=2")
+    train("resumed", f"checkpoint.save={tmp_path / 'b'}", f"checkpoint.load={tmp_path / 'b'}")
+    whole, half, resumed = (artifacts.scalars(tmp_path / name) for name in ("whole", "half", "resumed"))
+    for tag in ("lm loss", "grad-norm"):
+        assert [step for step, _ in resumed[tag]] == [3, 4]
+        assert half[tag] + resumed[tag] == whole[tag]
+
+
 def test_the_stand_in_for_transformer_engine_is_gone_after_the_import(bridge: Pool) -> None:
     assert bridge.run(recipe_jobs.transformer_engine, world=1) == [(True, [])]
 
