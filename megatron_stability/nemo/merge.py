@@ -144,6 +144,21 @@ def refuse_no_data(dataset: Any) -> None:
         check_dataset("dataset.data_path", prefix)
 
 
+def refuse_unlike_dtypes(container: ConfigContainer) -> None:
+    """Without a mixed precision, which sets both, the recipe's optimizer may keep master weights of a model in fp32.
+
+    Raises:
+        UsageError: such a run trains, and fails in its first save.
+    """
+    for name in ("bf16", "fp16") if container.mixed_precision is None else ():
+        model, optimizer = getattr(container.model, name), getattr(container.optimizer, name)
+        if model != optimizer:
+            raise UsageError(
+                f"mixed_precision is null, model.{name} {str(model).lower()} and optimizer.{name} "
+                f"{str(optimizer).lower()}: no checkpoint could be saved; set optimizer.{name}={str(model).lower()}"
+            )
+
+
 def cpu_layer(container: ConfigContainer) -> Layer:
     """Of `CPU`, what this recipe has and has otherwise."""
     values: dict[str, Any] = {}

@@ -84,6 +84,7 @@ class Job:
         wanted = recipe_file.read(self.file, self.words, self.scale_down)
         container, notes = merge.build(wanted, self.cpu)
         merge.refuse_no_data(container.dataset)
+        merge.refuse_unlike_dtypes(container)
         host.refuse_inactive(container, wanted.stability)
         try:
             runtime_config_update(copy.deepcopy(container))

@@ -52,6 +52,9 @@ REFUSED = (
     ("stability: {mode: acting}", "stability.mode = 'acting'"),
     ("stability: on", "stability: holds a bool"),
     ("{}", "dataset: no data"),
+    ("dataset: {mock: true, data_path: x}", "would train on mock data; drop one"),
+    ("dataset: {data_path: nowhere/corpus}", "nowhere/corpus.idx does not exist"),
+    (MOCK + "mixed_precision: null", "set optimizer.bf16=false"),
     (MOCK + "mixed_precision: bf16_with_fp8_delayed_scaling_mixed", "would train in BF16"),
     (MOCK + "model: {tensor_model_parallel_size: 2}", "Megatron-Bridge refuses this recipe: world size (1)"),
 )
