@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -72,10 +73,11 @@ def test_everything_that_prevents_and_measures(bridge: Pool, tmp_path: Path) -> 
     ((code, modules),) = bridge.run(jobs.train, settings, tree, (), Norms(), world=1, timeout=120)
     assert code == 0
     assert all(module.startswith("megatron_stability.") for module in modules), modules
-    last = entries.read(tmp_path / "stability").surviving[-1]
+    steps = entries.read(tmp_path / "stability").surviving
     signals = ("qk_clip/heads", "attention/max_logit", "fp8/gemms", "held_out/validation", "data/entropy")
-    assert [name for name in signals if name not in last.signals] == []
-    assert last.signals["qk_clip/heads"] > 0
+    assert [name for name in signals if name not in steps[-1].signals] == []
+    assert steps[0].signals["qk_clip/heads"] == 8  # all of both layers, and down to tau
+    assert steps[1].signals["attention/max_logit"] < 0.1 < steps[0].signals["attention/max_logit"]
 
 
 def test_observing_changes_nothing(bridge: Pool, tmp_path: Path) -> None:
@@ -116,3 +118,23 @@ def test_a_missing_checkpoint_and_a_partial_one_are_not_trained_from(bridge: Poo
     )
     assert (code, seen) == (2, [])
     assert bridge.run(jobs.partial_load, rewinds.act(tmp_path), world=1) == [["code 2", "loaded"]]
+
+
+class Poison(Actions):
+    """Probe: a weight is NaN after step 2."""
+
+    def begin(self, runtime: Any) -> None:
+        self._runtime = runtime
+
+    def write(self, record: StepRecord, decision: Decision) -> None:
+        super().write(record, decision)
+        if record.step == 2:
+            next(self._runtime.model[0].parameters()).data.view(-1)[0] = math.nan
+
+
+def test_weights_are_looked_at_when_they_are_saved(bridge: Pool, tmp_path: Path) -> None:
+    """Bridge saves what it has, also where its rerun machine ends the run with code 16."""
+    settings = {"train.train_iters": 3, "checkpoint.save": str(tmp_path), "checkpoint.save_interval": 2}
+    ((code, seen),) = bridge.run(jobs.train, settings, rewinds.act(tmp_path), (), Poison(), world=1)
+    assert (code, [row[:2] for row in seen]) == (0, [(1, "apply"), (2, "apply"), (3, "skip")])
+    assert {each.step: each.state for each in generations.generations(tmp_path)} == {2: "suspect", 3: "suspect"}
