@@ -27,7 +27,7 @@ if uv --version >/dev/null 2>&1; then
 else
     platforms=(--platform "manylinux2014_$machine")
     for minor in $(seq 39 -1 17); do platforms+=(--platform "manylinux_2_${minor}_$machine"); done
-    "$python" -m pip install --quiet --disable-pip-version-check --no-deps "${platforms[@]}" --target "$folder.new" -r "$lock"
+    "$python" -m pip install --quiet --disable-pip-version-check --no-deps --no-compile "${platforms[@]}" --target "$folder.new" -r "$lock"
 fi || fail "installing the packages of $lock failed, see above."
 printf '%s\n' "$stamp" >"$folder.new/.stamp"
 rm -rf "$folder"
