@@ -23,6 +23,7 @@ import psutil
 from megatron_stability.megatron.ranks import Ranks
 from megatron_stability.nemo import launch
 from megatron_stability.nemo.pretrain import Job
+from megatron_stability.record import generations, manifest
 from tests.e2e import artifacts
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "nemo"
@@ -56,10 +57,10 @@ def run(file: Path, words: Sequence[str], world: int, folder: Path, scale_down: 
     }
 
 
-def kill_after_save(tracker: Path, step: int, done: threading.Event) -> None:
-    """SIGKILL every rank, and what it started, once the checkpoint of that step is complete."""
+def kill_once(marker: Path, done: threading.Event) -> None:
+    """SIGKILL every rank, and what it started, once a file is there."""
     while not done.is_set():
-        if tracker.is_file() and tracker.read_text().strip() == str(step):
+        if marker.is_file():
             for child in psutil.Process().children(recursive=True):
                 if child.name() != "resource_tracker":
                     child.kill()
@@ -73,9 +74,8 @@ def resume(folder: Path) -> dict[str, Any]:
     save = ("checkpoint.save_interval=5", f"checkpoint.save={folder / 'killed'}")
     whole = run(file, ("checkpoint.save_interval=5", f"checkpoint.save={folder / 'whole'}"), 1, folder / "a", False)
     done = threading.Event()
-    watch = threading.Thread(
-        target=kill_after_save, args=(folder / "killed" / "latest_checkpointed_iteration.txt", 5, done)
-    )
+    marker = generations.folder_of(folder / "killed", 5) / manifest.MARKER
+    watch = threading.Thread(target=kill_once, args=(marker, done))
     watch.start()
     killed = run(file, save, 1, folder / "b", False)
     done.set()
@@ -90,6 +90,11 @@ def resume(folder: Path) -> dict[str, Any]:
         "bit_equal": same,
         "passed": whole["passed"] and killed["code"] == 137 and resumed["code"] == 0 and steps[-1:] == [20] and same,
     }
+
+
+def write(out: Path, results: dict[str, Any]) -> None:
+    """What is known so far."""
+    out.write_text(json.dumps(results, indent=2, sort_keys=True) + "\n")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -108,10 +113,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             if not options.only or name in options.only:
                 results[name] = run(file, words, world, Path(scratch) / name, file.stem != "tiny_cpu")
                 print(name, results[name], flush=True)
+                write(options.out, results)
         if not options.only or "resume" in options.only:
             results["resume"] = resume(Path(scratch))
             print("resume", results["resume"], flush=True)
-    options.out.write_text(json.dumps(results, indent=2, sort_keys=True) + "\n")
+            write(options.out, results)
     return 0 if all(result["passed"] for result in results.values()) else 1
 
 
