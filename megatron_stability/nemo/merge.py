@@ -70,7 +70,7 @@ def build(wanted: RecipeFile, cpu: bool) -> tuple[ConfigContainer, list[str]]:
     if cpu:
         notes = list(_changes(layer := cpu_layer(container), merged))
         layers, merged = (*layers, layer), _merge(merged, (layer,))
-    for layer in (*layers, wanted.word_layer):
+    for layer in (*layers, *([wanted.unused] if wanted.unused else []), wanted.word_layer):
         strict.check(_resolved(layer, merged), container, layer.place, excluded)
     try:
         merged = parse_hydra_overrides(merged, list(wanted.words)) if wanted.words else merged

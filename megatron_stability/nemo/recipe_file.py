@@ -51,6 +51,7 @@ class RecipeFile:
         recipe: name of a function of `megatron.bridge.recipes`.
         stability: our tree.
         layers: overrides from files, the later the stronger.
+        unused: the `scale_down` section where it is not merged; it is checked all the same.
         words: `key=value` words for Bridge's sections, stronger than every layer, in Hydra's grammar.
         word_layer: the same words as mappings, for checking.
         save: `checkpoint.save`, where the file or a word gives it.
@@ -59,6 +60,7 @@ class RecipeFile:
     recipe: str
     stability: StabilityConfig
     layers: tuple[Layer, ...]
+    unused: Layer | None
     words: tuple[str, ...]
     word_layer: Layer
     save: Path | None
@@ -79,30 +81,52 @@ def read(file: Path | None, words: Sequence[str] = (), scale_down: bool = False)
         UsageError: unreadable, not YAML, a key twice, a word that is none, or an unusable `stability` section.
     """
     conf = _load(file) if file is not None else OmegaConf.create()
-    small = conf.pop("scale_down", None)
-    if scale_down and not isinstance(small, DictConfig):
-        raise UsageError(f"--scale-down: {file} has no scale_down section; write one, or drop the flag")
+    small = conf.pop("scale_down", OmegaConf.create())
+    if not isinstance(small, DictConfig) or (scale_down and not small):
+        raise UsageError(f"{file}: has no scale_down section of keys; write one, or drop --scale-down")
     parsed = [_parse(word) for word in words]
     own, theirs = OmegaConf.create(), OmegaConf.create()
     for override in parsed:
-        path = str(override.key_or_group)
-        _put(own if path.split(".")[0] in OWN else theirs, path, override)
-    merged = OmegaConf.merge(conf, *([small] if scale_down else []), own, theirs)
-    layers = [(str(file), conf)] + ([(f"{file}: scale_down", small)] if scale_down else [])
-    try:
-        section = merged.get("stability")
-        section = OmegaConf.to_container(section, resolve=True) if OmegaConf.is_config(section) else section
-        save = OmegaConf.select(merged, "checkpoint.save")
-    except OmegaConfBaseException as error:
-        raise UsageError(f"{file}: {_first_line(error)}") from None
+        _put(own if _section(override) in OWN else theirs, override)
+    if "scale_down" in own:
+        raise UsageError("scale_down is a section of the file; on the command line give the keys themselves")
+    base, reduced = Layer(str(file), conf), Layer(f"{file}: scale_down", small)
+    used = (base, reduced) if scale_down else (base,)
+    _stability(file, conf, small, own)  # in small or not, both are to be right
+    merged = _merge(file, *(layer.values for layer in used), own, theirs)
+    save = OmegaConf.select(merged, "checkpoint.save", throw_on_resolution_failure=False)
     return RecipeFile(
         recipe=_name(merged.get("recipe", DEFAULT_RECIPE)),
-        stability=tree.from_section(section if "stability" in merged else {"mode": "off"}),
-        layers=tuple(Layer(place, _bridges(values)) for place, values in layers),
+        stability=_stability(file, *(layer.values for layer in used), own),
+        layers=tuple(_bridges(layer) for layer in used),
+        unused=None if scale_down else _bridges(reduced),
         words=tuple(word for word, override in zip(words, parsed, strict=True) if _section(override) not in OWN),
         word_layer=Layer("the command line", theirs),
         save=Path(save) if isinstance(save, str) else None,
     )
+
+
+def _merge(file: Path | None, *parts: DictConfig) -> DictConfig:
+    try:
+        merged = OmegaConf.merge(*parts)
+    except OmegaConfBaseException as error:
+        raise UsageError(f"{file}: {_first_line(error)}") from None
+    assert isinstance(merged, DictConfig)
+    return merged
+
+
+def _stability(file: Path | None, *parts: DictConfig) -> StabilityConfig:
+    """Our tree; without any section of that name, off."""
+    merged = _merge(file, *parts)
+    if "stability" not in merged:
+        return StabilityConfig(mode="off")
+    try:
+        section = merged.stability
+        return tree.from_section(
+            OmegaConf.to_container(section, resolve=True) if OmegaConf.is_config(section) else section
+        )
+    except OmegaConfBaseException as error:
+        raise UsageError(f"{file}: stability: {_first_line(error)}") from None
 
 
 def _load(file: Path) -> DictConfig:
@@ -135,9 +159,9 @@ def _parse(word: str) -> Override:
     return override
 
 
-def _put(into: DictConfig, path: str, override: Override) -> None:
+def _put(into: DictConfig, override: Override) -> None:
     try:
-        OmegaConf.update(into, path, override.value(), force_add=True)
+        OmegaConf.update(into, str(override.key_or_group), override.value(), force_add=True)
     except (OmegaConfBaseException, ValueError, KeyError) as error:
         raise UsageError(f"{override.input_line!r}: {_first_line(error)}") from None
 
@@ -146,8 +170,8 @@ def _section(override: Override) -> str:
     return str(override.key_or_group).split(".")[0]
 
 
-def _bridges(values: DictConfig) -> DictConfig:
-    return OmegaConf.masked_copy(values, [str(key) for key in values if key not in OWN])
+def _bridges(layer: Layer) -> Layer:
+    return Layer(layer.place, OmegaConf.masked_copy(layer.values, [str(key) for key in layer.values if key not in OWN]))
 
 
 def _name(value: Any) -> str:

@@ -52,6 +52,9 @@ REFUSED = (
     ("stability: {mode: acting}", "stability.mode = 'acting'"),
     ("stability: on", "stability: holds a bool"),
     ("{}", "dataset: no data"),
+    (MOCK + "scale_down: {model: {num_layer: 2}}", "FILE: scale_down: model.num_layer is not a key"),
+    (MOCK + "scale_down: {stability: {mode: act, modus: 1}}", "stability.modus is not a known key"),
+    (MOCK + "scale_down: 3", "has no scale_down section of keys"),
     ("dataset: {mock: true, data_path: x}", "would train on mock data; drop one"),
     ("dataset: {data_path: nowhere/corpus}", "nowhere/corpus.idx does not exist"),
     (MOCK + "mixed_precision: null", "set optimizer.bf16=false"),
@@ -66,6 +69,8 @@ WORDS = (
     (("model.num_layers",), "is not key=value"),
     (("--model.num_layers=2",), "unknown flag --model.num_layers=2"),
     (("train.train_iters=2e1",), "must be int"),
+    (("recipe=nope",), "there is no recipe `nope`"),
+    (("scale_down.model.num_layers=2",), "give the keys themselves"),
     (("stability.modus=off",), "stability.modus is not a known key; did you mean `mode`?"),
 )
 
@@ -174,7 +179,7 @@ COMMANDS = (
     (["none.yaml"], "cannot be read"),
     (["RECIPE", "--nproc-per-node", "0"], "start at least one rank"),
     (["RECIPE", "--nproc-per-nod", "2"], "unknown flag --nproc-per-nod"),
-    (["RECIPE", "--scale-down"], "has no scale_down section"),
+    (["RECIPE", "--scale-down"], "has no scale_down section of keys"),
     (["RECIPE", "stability.mod=act"], "did you mean `mode`?"),
     (["RECIPE", "--supervise", "3"], "give checkpoint.save"),
     (["RECIPE", "--supervise", "-1", "checkpoint.save=x"], "give the restarts"),
