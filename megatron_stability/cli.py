@@ -50,7 +50,6 @@ EXTRAS = {
     "megatron": "megatron",
     "megatron.core": "megatron",
     "megatron.training": "megatron",
-    "megatron.bridge": "nemo",
     "omegaconf": "nemo",
     "hydra": "nemo",
     "plotly": "report",

@@ -120,7 +120,7 @@ def _complaint(job: Job, prepared: bool) -> str | None:
     try:
         if not prepared:
             job.prepare()
-        attached = job.attach(*job.build())
+        attached = job.attach(job.build())
         if attached is not None:
             attached.close()
     except UsageError as error:

@@ -28,7 +28,7 @@ from megatron_stability.nemo import strict
 from megatron_stability.nemo.recipe_file import Layer, RecipeFile
 
 # What a CPU can't do: each line turns off a CUDA kernel, NCCL or Transformer Engine. Set where the recipe has the key.
-CPU: Final[Mapping[str, Mapping[str, Any]]] = {
+CPU: Final[Mapping[str, Mapping[str, Any] | None]] = {
     "dist": {"distributed_backend": "gloo"},
     "model": {
         "transformer_impl": "local",
@@ -51,7 +51,7 @@ CPU: Final[Mapping[str, Mapping[str, Any]]] = {
 }
 
 
-def build(wanted: RecipeFile, cpu: bool) -> ConfigContainer:
+def build(wanted: RecipeFile, cpu: bool) -> tuple[ConfigContainer, list[str]]:
     """The merged recipe.
 
     Args:
@@ -59,15 +59,17 @@ def build(wanted: RecipeFile, cpu: bool) -> ConfigContainer:
         cpu: whether this process is on the CPU backend.
 
     Returns:
-        A container as Bridge's `pretrain` takes it, not yet finalized.
+        A container as Bridge's `pretrain` takes it, not yet finalized; and what the CPU backend changed in it.
 
     Raises:
         UsageError: no such recipe, or an override that Bridge would drop, revert or misread.
     """
     container = recipe(wanted.recipe)()
     base, excluded = create_omegaconf_dict_config(container)
-    layers = (*wanted.layers, cpu_layer(container)) if cpu else wanted.layers
-    merged = _merge(base, layers)
+    layers, merged, notes = wanted.layers, _merge(base, wanted.layers), []
+    if cpu:
+        notes = list(_changes(layer := cpu_layer(container), merged))
+        layers, merged = (*layers, layer), _merge(merged, (layer,))
     for layer in (*layers, wanted.word_layer):
         strict.check(_resolved(layer, merged), container, layer.place, excluded)
     try:
@@ -75,7 +77,7 @@ def build(wanted: RecipeFile, cpu: bool) -> ConfigContainer:
         final = OmegaConf.to_container(merged, resolve=True)
     except (OverridesError, HydraException, OmegaConfBaseException) as error:
         raise UsageError(f"{wanted.word_layer.place}: {_sentence(error)}") from None
-    apply_overrides(container, final, excluded)  # type: ignore[arg-type]
+    apply_overrides(container, final, excluded)
     for layer in (*layers, wanted.word_layer):
         for path in _leaves(OmegaConf.to_container(layer.values, resolve=False)):
             _settle(container, path, layer.place)
@@ -85,7 +87,7 @@ def build(wanted: RecipeFile, cpu: bool) -> ConfigContainer:
                 f"recipe {wanted.recipe}: the CPU backend trains GPTs, and this is a {type(container.model).__name__}"
             )
         container.model.transformer_layer_spec = local_layer_spec
-    return container
+    return container, notes
 
 
 def recipe(name: str) -> Any:
@@ -94,11 +96,11 @@ def recipe(name: str) -> Any:
     Raises:
         UsageError: there is none, with the nearest name; or it wants arguments.
     """
-    function = getattr(recipes, name, None)
     known = [other for other in dir(recipes) if other.endswith("_config") and callable(getattr(recipes, other))]
     if name not in known:
         hint = strict.suggestion(name, known) or f"; there are {len(known)}, e.g. vanilla_gpt_pretrain_config"
         raise UsageError(f"recipe: there is no recipe `{name}` in megatron.bridge.recipes{hint}")
+    function = getattr(recipes, name)
     wanted = [p.name for p in inspect.signature(function).parameters.values() if p.default is p.empty and p.kind < 2]
     if wanted:
         raise UsageError(f"recipe: {name} needs arguments ({', '.join(wanted)}), which YAML can't give")
@@ -142,6 +144,21 @@ def refuse_no_data(dataset: Any) -> None:
         check_dataset("dataset.data_path", prefix)
 
 
+def refuse_unlike_dtypes(container: ConfigContainer) -> None:
+    """Without a mixed precision, which sets both, the recipe's optimizer may keep master weights of a model in fp32.
+
+    Raises:
+        UsageError: such a run trains, and fails in its first save.
+    """
+    for name in ("bf16", "fp16") if container.mixed_precision is None else ():
+        model, optimizer = getattr(container.model, name), getattr(container.optimizer, name)
+        if model != optimizer:
+            raise UsageError(
+                f"mixed_precision is null, model.{name} {str(model).lower()} and optimizer.{name} "
+                f"{str(optimizer).lower()}: no checkpoint could be saved; set optimizer.{name}={str(model).lower()}"
+            )
+
+
 def cpu_layer(container: ConfigContainer) -> Layer:
     """Of `CPU`, what this recipe has and has otherwise."""
     values: dict[str, Any] = {}
@@ -154,11 +171,19 @@ def cpu_layer(container: ConfigContainer) -> Layer:
     return Layer("the CPU backend", OmegaConf.create(values))
 
 
+def _changes(layer: Layer, merged: DictConfig) -> Iterator[str]:
+    for path in _leaves(OmegaConf.to_container(layer.values)):
+        name = ".".join(path)
+        before, after = OmegaConf.select(merged, name), OmegaConf.select(layer.values, name)
+        if before != after:
+            yield f"{name}: {after} (not {before})"
+
+
 def _merge(base: DictConfig, layers: tuple[Layer, ...]) -> DictConfig:
     merged = base
     for layer in layers:
         try:
-            merged = OmegaConf.merge(merged, layer.values)  # type: ignore[assignment]
+            merged = OmegaConf.merge(merged, layer.values)
         except OmegaConfBaseException as error:
             raise UsageError(f"{layer.place}: {_sentence(error)}") from None
     return merged
@@ -190,7 +215,7 @@ def _leaves(node: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
 
 
 def _settle(container: ConfigContainer, path: tuple[str, ...], place: str) -> None:
-    """After the merge: enumerations get their member; an object that Bridge failed to build is an error."""
+    """After the merge: names of members and dtypes become them; an object that Bridge failed to build is an error."""
     owner: Any = container
     for name in path[:-1]:
         owner = getattr(owner, name, None)
@@ -202,9 +227,8 @@ def _settle(container: ConfigContainer, path: tuple[str, ...], place: str) -> No
             setattr(owner, path[-1], instantiate(dict(value)))
         except (InstantiationException, TypeError, ValueError) as error:
             raise UsageError(f"{place}: {'.'.join(path)} can't be built: {_sentence(error)}") from None
-    member = strict.enum_member(strict.annotations(type(owner)).get(path[-1]), value)
-    if member is not None:
-        setattr(owner, path[-1], member)
+    elif (known := strict.meant(strict.field_types(type(owner)).get(path[-1]), value)) is not value:
+        setattr(owner, path[-1], known)
 
 
 def _sentence(error: BaseException) -> str:

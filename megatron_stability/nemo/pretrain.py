@@ -16,12 +16,28 @@ import sys
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TextIO
 
 from megatron_stability.config import StabilityConfig
 from megatron_stability.errors import EXIT_FINE, UsageError
 from megatron_stability.megatron.preflight import OneSentenceParser
+
+
+@dataclass(frozen=True)
+class Built:
+    """A merged recipe.
+
+    Attributes:
+        container: Bridge's `ConfigContainer`.
+        stability: our tree.
+        notes: what the CPU backend changed.
+    """
+
+    container: Any
+    stability: StabilityConfig
+    notes: list[str]
 
 
 @dataclass(frozen=True)
@@ -38,6 +54,11 @@ class Job:
         """Make this process ready to import Megatron and Bridge, then import them."""
         from megatron_stability.nemo import recipe_file, te_stand_in
 
+        if find_spec("megatron") is None or find_spec("megatron.bridge") is None:
+            raise UsageError(
+                "Megatron-Bridge is not installed: pip install --no-deps megatron-bridge==0.6.2 "
+                "nvidia-resiliency-ext==0.6.0 (docs/nemo.md)"
+            )
         mode = recipe_file.read(self.file, self.words, self.scale_down).stability.mode
         te_stand_in.install()
         if mode != "off":  # stock is stock: without the plugin, not even the seams are opened
@@ -50,8 +71,8 @@ class Job:
             cpu.install()
         import megatron.bridge.recipes  # noqa: F401  # paid once, before a launcher forks
 
-    def build(self) -> tuple[Any, StabilityConfig]:
-        """The merged container and our tree, judged by Bridge's own validation; starts no process group.
+    def build(self) -> Built:
+        """The merged recipe, judged by Bridge's own validation; starts no process group.
 
         Raises:
             UsageError: an override, or what it makes of the recipe, is unusable.
@@ -61,8 +82,9 @@ class Job:
         from megatron_stability.nemo import host, merge, recipe_file
 
         wanted = recipe_file.read(self.file, self.words, self.scale_down)
-        container = merge.build(wanted, self.cpu)
+        container, notes = merge.build(wanted, self.cpu)
         merge.refuse_no_data(container.dataset)
+        merge.refuse_unlike_dtypes(container)
         host.refuse_inactive(container, wanted.stability)
         try:
             runtime_config_update(copy.deepcopy(container))
@@ -70,31 +92,35 @@ class Job:
             frame = traceback.extract_tb(error.__traceback__)[-1]
             said = " ".join(str(error).split()) or frame.line
             raise UsageError(f"Megatron-Bridge refuses this recipe: {said} ({Path(frame.filename).name})") from error
-        return container, wanted.stability
+        return Built(container, wanted.stability, notes)
 
-    def attach(self, container: Any, stability: StabilityConfig) -> Any | None:
+    def attach(self, built: Built) -> Any | None:
         """The plugin around the run that follows, to be closed after it; None with mode off."""
-        if stability.mode == "off":
+        if built.stability.mode == "off":
             if self.drill_fault:
                 raise UsageError("--drill-fault with stability.mode off: nothing would see the fault; use mode observe")
             return None
         from megatron_stability.nemo import host
 
-        return host.attach(container, stability, self.drill_fault)
+        return host.attach(built.container, built.stability, self.drill_fault)
 
     def train(self) -> None:
         """Run to the end of training in this process, which is one rank."""
         from megatron.bridge.training.pretrain import pretrain
 
-        container, stability = self.build()
-        attached = self.attach(container, stability)
+        built = self.build()
+        if built.notes and os.environ.get("RANK", "0") == "0":
+            print(
+                f"megatron-stability nemo: the CPU backend sets {'; '.join(built.notes)}", file=sys.stderr, flush=True
+            )
+        attached = self.attach(built)
         if attached is None:
             from megatron.bridge.training.gpt_step import forward_step
 
-            pretrain(container, forward_step)
+            pretrain(built.container, forward_step)
             return
         try:
-            pretrain(container, attached.forward_step, callbacks=attached.callbacks)
+            pretrain(built.container, attached.forward_step, callbacks=attached.callbacks)
         finally:
             attached.close()
 
@@ -136,17 +162,19 @@ def show(job: Job, world: int, out: TextIO) -> None:
     import yaml
     from megatron.training.config.yaml_utils import safe_yaml_representers
 
-    container, stability = job.build()
+    built = job.build()
+    container, stability = built.container, built.stability
     merged = {key: value for key, value in container.to_dict().items() if key != "_target_"}
     with safe_yaml_representers():
         out.write(yaml.safe_dump(merged | {"stability": stability.model_dump(mode="json")}, sort_keys=True))
     spec = container.model.transformer_layer_spec
     lines = [
         f"ranks: {world}" + (", CPU backend (a dry run of the numerics: no CUDA kernels, TE, FP8)" if job.cpu else ""),
+        *(f"the CPU backend sets {note}" for note in built.notes),
         f"precision: {_precision(container)}",
         f"layer spec of the recipe: {getattr(spec, '__name__', type(spec).__name__)}",
     ]
-    attached = job.attach(container, stability)
+    attached = job.attach(built)
     if attached is None:
         lines.append("mode off: stock Megatron-Bridge")
     else:

@@ -44,16 +44,25 @@ def check(values: Mapping[Any, Any], container: Any, place: str, excluded: Colle
     _Check(place, frozenset(path.removeprefix("root.") for path in excluded)).section(values, container, ())
 
 
-def enum_member(annotation: Any, value: Any) -> Enum | None:
-    """The member that a text names, where the field's type is an enumeration; Bridge would leave the text."""
-    if isinstance(value, str):
-        for kind in _alternatives(annotation):
-            if isinstance(kind, type) and issubclass(kind, Enum) and value in kind.__members__:
-                return kind[value]
-    return None
+def meant(annotation: Any, value: Any) -> Any:
+    """The enumeration's member or the dtype that a text names, by the field's type; Bridge would leave the text.
+
+    Args:
+        annotation: the field's type.
+        value: what the merge has left there.
+
+    Returns:
+        The member, the dtype, or the value as it is.
+    """
+    for kind in _alternatives(annotation) if isinstance(value, str) else ():
+        if isinstance(kind, type) and issubclass(kind, Enum) and value in kind.__members__:
+            return kind[value]
+        if kind is torch.dtype:
+            return str_to_dtype(value)
+    return value
 
 
-def annotations(owner: type) -> dict[str, Any]:
+def field_types(owner: type) -> dict[str, Any]:
     """The types of a dataclass's fields; of one whose annotations can't be evaluated, nothing is known."""
     try:
         return typing.get_type_hints(owner)
@@ -77,7 +86,7 @@ class _Check:
 
     def section(self, values: Mapping[Any, Any], owner: Any, above: tuple[str, ...]) -> None:
         """One dataclass of the recipe and the mapping that overrides it."""
-        hints = annotations(type(owner))
+        hints = field_types(type(owner))
         known = _settable(owner)
         for key, value in values.items():
             path = (*above, str(key))
@@ -136,8 +145,8 @@ class _Check:
         elif path[-1] == "activation_func" and isinstance(value, str):
             self.activation(value, path)
         elif isinstance(value, str) and (isinstance(current, torch.dtype) or torch.dtype in kinds):
-            self.dtype(value, current, path)
-        elif enum_member(annotation, value) is None and not any(_fits(value, kind) for kind in kinds):
+            self.dtype(value, path)
+        elif not any(_fits(meant(annotation, value), kind) for kind in kinds):
             self.fail(path, f"= {value!r}: must be {_described(kinds, value)}")
 
     def arguments(self, value: Mapping[Any, Any], path: tuple[str, ...]) -> None:
@@ -168,13 +177,11 @@ class _Check:
             names = [name for name in ACTIVATION_FUNC_MAP if "." not in name]
             self.fail(path, f"= {value!r}: is not an activation; Bridge knows {', '.join(names)}")
 
-    def dtype(self, value: str, current: Any, path: tuple[str, ...]) -> None:
+    def dtype(self, value: str, path: tuple[str, ...]) -> None:
         try:
             str_to_dtype(value)
         except ValueError:
             self.fail(path, f"= {value!r}: is not a dtype, e.g. torch.bfloat16")
-        if not isinstance(current, torch.dtype):  # Bridge converts only where a dtype stands
-            self.fail(path, f"= {value!r}: Bridge would keep the text where the recipe holds {current!r}; leave it out")
 
 
 def _settable(owner: Any) -> set[str]:
@@ -223,7 +230,7 @@ def _described(kinds: tuple[Any, ...], value: Any) -> str:
             names += [repr(choice) for choice in typing.get_args(kind)]
         elif isinstance(kind, type) and issubclass(kind, Enum):
             names += list(kind.__members__)
-        elif dataclasses.is_dataclass(kind):
+        elif isinstance(kind, type) and dataclasses.is_dataclass(kind):
             names.append(f"a mapping with `_target_: {kind.__module__}.{kind.__qualname__}`")
         elif typing.get_origin(kind) is Callable or kind is Callable or not isinstance(kind, type):
             names.append(str(kind).removeprefix("typing.") if typing.get_origin(kind) is not None else "code")

@@ -52,6 +52,9 @@ REFUSED = (
     ("stability: {mode: acting}", "stability.mode = 'acting'"),
     ("stability: on", "stability: holds a bool"),
     ("{}", "dataset: no data"),
+    ("dataset: {mock: true, data_path: x}", "would train on mock data; drop one"),
+    ("dataset: {data_path: nowhere/corpus}", "nowhere/corpus.idx does not exist"),
+    (MOCK + "mixed_precision: null", "set optimizer.bf16=false"),
     (MOCK + "mixed_precision: bf16_with_fp8_delayed_scaling_mixed", "would train in BF16"),
     (MOCK + "model: {tensor_model_parallel_size: 2}", "Megatron-Bridge refuses this recipe: world size (1)"),
 )
@@ -85,7 +88,8 @@ def test_precedence_is_command_line_over_scale_down_over_yaml_over_recipe(bridge
         "stability: {detect: {loss_spike: {k: 7}}, mode: observe}\n"
         "dataset: {mock: true, seq_length: 32}\ntrain: {train_iters: 40, global_batch_size: 8}\n"
         "model: {num_layers: 3, hidden_size: 32, num_attention_heads: 2, vocab_size: 128,"
-        " seq_length: '${dataset.seq_length}', attention_backend: unfused, activation_func: silu}\n"
+        " pipeline_dtype: torch.float32, attention_backend: unfused, activation_func: silu,"
+        " seq_length: '${dataset.seq_length}'}\n"
         "scale_down: {model: {num_layers: 2}, train: {train_iters: 20}, stability: {detect: {loss_spike: {k: 8}}}}\n"
     )
     words = ("train.train_iters=5", "stability.mode=act")
@@ -93,10 +97,12 @@ def test_precedence_is_command_line_over_scale_down_over_yaml_over_recipe(bridge
     assert (shown["train"]["train_iters"], shown["train"]["global_batch_size"]) == (5, 8)
     assert (shown["model"]["num_layers"], shown["model"]["seq_length"]) == (2, 32)
     assert "unfused" in str(shown["model"]["attention_backend"])
+    assert "float32" in str(shown["model"]["pipeline_dtype"])
+    assert "_target_" in str(shown["model"]["pipeline_dtype"])
     assert (shown["stability"]["mode"], shown["stability"]["detect"]["loss_spike"]["k"]) == ("act", 8)
     assert shown["dist"]["distributed_backend"] == "gloo"  # the CPU backend's
     assert "# mode act" in text
-    assert "CPU backend" in text
+    assert "# the CPU backend sets dist.distributed_backend: gloo (not nccl)" in text
 
 
 @pytest.mark.parametrize("file", sorted(EXAMPLES.glob("*.yaml")), ids=lambda file: file.stem)
@@ -138,6 +144,26 @@ def test_without_a_stability_section_mode_off_is_stock_bridge_to_the_bit(bridge:
     assert len(ours["lm loss"]) == 4
     for tag in ("lm loss", "grad-norm"):
         assert ours[tag] == theirs[tag]
+
+
+def test_a_resumed_run_is_the_uninterrupted_run_to_the_bit(bridge: Pool, tmp_path: Path) -> None:
+    def train(name: str, *words: str) -> None:
+        folder = tmp_path / name
+        own = (
+            "checkpoint.save_interval=2",
+            f"logger.tensorboard_dir={folder}",
+            f"stability.record.dir={folder / 'own'}",
+        )
+        iterations = ("train.train_iters=4", "model.hidden_dropout=0.1")
+        assert bridge.run(recipe_jobs.train, EXAMPLES / "tiny_cpu.yaml", (*own, *iterations, *words), world=1) == [0]
+
+    train("whole", f"checkpoint.save={tmp_path / 'a'}")
+    train("half", f"checkpoint.save={tmp_path / 'b'}", "train.exit_interval=2")
+    train("resumed", f"checkpoint.save={tmp_path / 'b'}", f"checkpoint.load={tmp_path / 'b'}")
+    whole, half, resumed = (artifacts.scalars(tmp_path / name) for name in ("whole", "half", "resumed"))
+    for tag in ("lm loss", "grad-norm"):
+        assert [step for step, _ in resumed[tag]] == [3, 4]
+        assert half[tag] + resumed[tag] == whole[tag]
 
 
 def test_the_stand_in_for_transformer_engine_is_gone_after_the_import(bridge: Pool) -> None:
