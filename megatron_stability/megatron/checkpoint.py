@@ -24,6 +24,7 @@ from megatron_stability.config import StabilityConfig
 from megatron_stability.errors import UsageError
 from megatron_stability.megatron import install_digest, optimizer_state, rank_state, resume, training_args
 from megatron_stability.megatron.failed_save import Failure, SaveError, attempt, tell
+from megatron_stability.megatron.host import Host
 from megatron_stability.record import generations, manifest
 from megatron_stability.record.manifest import FileEntry, Manifest
 
@@ -34,13 +35,13 @@ _SHARE = ".stability-share-{rank}.json"
 class Checkpoints:
     """One a rank; `seams.py` says where each method is called from."""
 
-    def __init__(self, config: StabilityConfig, args: Namespace) -> None:
-        """Takes the validated tree and Megatron's arguments, which it reads at every save and load."""
-        self._config, self._args = config, args
+    def __init__(self, config: StabilityConfig, args: Namespace, host: Host | None = None) -> None:
+        """Takes the validated tree, Megatron's arguments, read at every save and load, and the loop around the core."""
+        self._config, self._args, self._host = config, args, host or Host()
         self._model: list[Any] = []
         self._optimizer: Any = None
         self._states: tuple[str, ...] = ()
-        self._bad_tensor: str | None = None
+        self._rank_says: dict[str, Any] = {}  # of the save that goes on: its flaw, and digests of its replica
         self._unwritten: Failure | None = None  # of the save that goes on
         self._hashes: dict[str, str] | None = None
         self._completing: ThreadPoolExecutor | None = None
@@ -74,7 +75,11 @@ class Checkpoints:
             for stale in folder.glob(_SHARE.format(rank="*")):  # of a save that was killed; a new one comes after this
                 stale.unlink()
         prints = rank_state.measure(self._model, self._optimizer) if self._model else {}
-        self._bad_tensor = next((name for name, each in prints.items() if not each.finite), None)
+        bad = next((name for name, each in prints.items() if not each.finite), None)
+        self._rank_says = {
+            "flaw": None if bad is None else f"{bad} holds NaN or Inf",
+            "replicas": rank_state.replica_digests(self._model, prints) if self._model else [],
+        }
         if self._args.ckpt_format == "torch_dist":
             data = {"generators": rank_state.generators()} | rank_state.packed(prints, self._model)
             state_dict[rank_state.KEY] = rank_state.sharded(data)
@@ -85,7 +90,7 @@ class Checkpoints:
         if not self._on:
             return
         folder = generations.folder_of(Path(save_dir), iteration)
-        complete = partial(self._complete, folder, self._draft(iteration), self._bad_tensor)
+        complete = partial(self._complete, folder, self._draft(iteration), self._rank_says)
         if request is None:
             complete()
         else:
@@ -119,6 +124,7 @@ class Checkpoints:
 
     def settle(self) -> None:
         """Collective: every save that was begun is complete, or known not to be, when this returns."""
+        self._host.finish_saves()
         self.close()
         dist.barrier()
 
@@ -138,7 +144,7 @@ class Checkpoints:
         """
         if not (self._on and self._args.save):
             return False
-        self.close()  # what is being completed counts too
+        self.settle()  # what is being written counts too
         root, last = Path(self._args.save), int(self._args.curr_iteration)
         resume.from_rank_0(lambda: self._mark_suspects(root, step, reason))
         saved = resume.from_rank_0(lambda: last == 0 or (generations.folder_of(root, last) / manifest.MARKER).exists())
@@ -167,7 +173,7 @@ class Checkpoints:
         names = manifest.share(manifest.file_names(folder), rank, world)
         return manifest.hash_files(folder, names, threads=self._config.checkpoint.threads, sync=True)
 
-    def _complete(self, folder: Path, draft: Manifest, bad_tensor: str | None) -> None:
+    def _complete(self, folder: Path, draft: Manifest, says: dict[str, Any]) -> None:
         """Begin the completion of what is written, and let training go on."""
         unwritten, self._unwritten = self._unwritten, None
         if unwritten is not None:  # on every rank, so none waits for another's share
@@ -179,13 +185,13 @@ class Checkpoints:
             work.result()  # raises what its thread raised
         if self._completing is None:
             self._completing = ThreadPoolExecutor(1, thread_name_prefix="checkpoint completion")
-        work = self._completing.submit(self._complete_in_thread, folder, draft, bad_tensor, dist.get_rank())
+        work = self._completing.submit(self._complete_in_thread, folder, draft, says, dist.get_rank())
         self._pending.append(work)
 
-    def _complete_in_thread(self, folder: Path, draft: Manifest, bad_tensor: str | None, rank: int) -> None:
+    def _complete_in_thread(self, folder: Path, draft: Manifest, says: dict[str, Any], rank: int) -> None:
         share, failure = attempt(lambda: self._hash_share(folder, rank, draft.layout["world_size"]))
         entries = {name: entry.model_dump() for name, entry in (share or {}).items()}
-        text = json.dumps({"files": entries, "failure": failure, "bad_tensor": bad_tensor}).encode()
+        text = json.dumps({"files": entries, "failure": failure} | says).encode()
         _, unwritten = attempt(lambda: manifest.write_atomically(folder / _SHARE.format(rank=rank), text))
         if rank == 0:
             _, failure = attempt(lambda: self._gather(folder, draft)) if unwritten is None else (None, unwritten)
@@ -208,22 +214,24 @@ class Checkpoints:
         if failure is not None:
             raise SaveError(Failure(*failure))
         files = {name: FileEntry(**entry) for share in shares for name, entry in share["files"].items()}
-        bad = next((share["bad_tensor"] for share in shares if share["bad_tensor"]), None)
+        flaw = next((share["flaw"] for share in shares if share["flaw"]), None)
+        replicas = {rank: [rank_state.Digest(*each) for each in share["replicas"]] for rank, share in enumerate(shares)}
+        flaw = flaw or rank_state.replica_complaint(replicas)
         if self._hashes is None:
             self._hashes = training_args.hashes(self._args, self._config)
         known = {"versions": install_digest.versions(), "training": training_args.training(self._args)}
-        self._finish(folder, draft.model_copy(update=known | {"files": files, "hashes": self._hashes}), bad)
+        self._finish(folder, draft.model_copy(update=known | {"files": files, "hashes": self._hashes}), flaw)
 
-    def _finish(self, folder: Path, whole: Manifest, bad_tensor: str | None) -> None:
+    def _finish(self, folder: Path, whole: Manifest, flaw: str | None) -> None:
         """Manifest, marker, tracker, retention, in this order."""
-        if bad_tensor is not None:
-            generations.mark_suspect(folder, f"{bad_tensor} held NaN or Inf when it was saved")
+        if flaw is not None:
+            generations.mark_suspect(folder, f"when it was saved, {flaw}")
         suspect = self._suspect is not None and self._suspect[0] == whole.step
         if suspect and self._suspect is not None:
             generations.mark_suspect(folder, self._suspect[1])
         manifest.write(folder, whole)
-        if bad_tensor is not None:
-            raise UsageError(f"{bad_tensor} holds NaN or Inf; the checkpoint is kept as suspect")
+        if flaw is not None:
+            raise UsageError(f"{flaw}; the checkpoint is kept as suspect")
         if suspect:
             print(f"> megatron-stability: {folder.name} is kept as suspect", flush=True)
             return

@@ -12,6 +12,12 @@ from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron_stability.megatron.data_iterators import DataIterators
 from megatron_stability.records import StepRecord
 
+# Exit codes of megatron/core/rerun_state_machine.py, whose verdicts are otherwise in the log only.
+RERUN_VERDICTS = {
+    16: "Megatron's rerun state machine met an unexpected result and has to run the step again from a checkpoint",
+    17: "Megatron's rerun state machine met an unexpected result that did not stand when the step was run again",
+}
+
 
 def evidence(data: DataIterators, record: StepRecord) -> dict[str, torch.Tensor]:
     """Collective; both come from Megatron's rerun machine, which keeps them for a step unless `--rerun-mode disabled`.

@@ -49,6 +49,7 @@ NOT_CARRIED = (
 
 # `stability_own_model`: MTP layers come from our spec here, which an unmodified pretrain_gpt.py takes from Megatron's.
 DEFAULTS = {"tokenizer_type": "NullTokenizer", "spec": ["megatron_stability"], "stability_own_model": True}
+SPIKY_LOSS_FACTOR = 10  # as in pretrain_gpt.py: times the largest of the first losses
 
 
 def add_arguments(parser: ArgumentParser) -> ArgumentParser:
@@ -155,16 +156,19 @@ def loss_func(loss_mask: Any, losses: torch.Tensor) -> tuple[torch.Tensor, torch
     Returns:
         The micro-batch's loss sum (nats), its valid tokens, and {"lm loss": [2] of both}.
     """
-    args = get_args()
+    args, rerun = get_args(), get_rerun_state_machine()
     mask = loss_mask.reshape(-1).float()
     loss = torch.sum(losses.reshape(-1).float() * mask)
     loss = drills.scale_gradient(loss, args)
     tokens = mask.sum().detach().to(torch.int)
     if args.check_for_nan_in_loss_and_grad:
         for name, reject in (("NaN", torch.isnan), ("Inf", torch.isinf)):
-            get_rerun_state_machine().validate_result(
+            rerun.validate_result(
                 result=loss, rejection_func=reject, message=f"{name} in the local loss", tolerance=0.0, fatal=True
             )
+    if args.check_for_spiky_loss:
+        high = partial(rerun.is_unexpectedly_large, threshold=SPIKY_LOSS_FACTOR, context="loss")
+        rerun.validate_result(result=loss, rejection_func=high, message="spiky loss", tolerance=0.0, fatal=False)
     return loss, tokens, {"lm loss": torch.stack([loss.detach(), tokens.float()])}
 
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import random
 from argparse import Namespace
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -145,37 +145,54 @@ def expert_names(model: list[Any]) -> set[str]:
     }
 
 
-def check_replicas(model: list[Any], prints: dict[str, Fingerprint]) -> str | None:
-    """Collective: weights must be equal to the bit over data-parallel replicas, experts over theirs.
+class Digest(NamedTuple):
+    """What the ranks of one data-parallel group must have in common."""
+
+    kind: str
+    ranks: tuple[int, ...]
+    value: int
+
+
+def replica_digests(model: list[Any], prints: Mapping[str, Fingerprint]) -> list[Digest]:
+    """This rank's digests: of its weights over data-parallel replicas, and of its experts over theirs.
 
     Args:
         model: Megatron's chunks.
         prints: of `weights(model)`; others in it are ignored.
-
-    Returns:
-        One sentence that names the ranks whose weights differ from their group's first, or None; not the same on all.
     """
     expert = expert_names(model)
-    mine = [
-        combined(each for name, each in prints.items() if name.startswith("model") and (name in expert) is chosen)
-        for chosen in (False, True)
-    ]
     groups = (
-        parallel_state.get_data_parallel_group(with_context_parallel=True),
-        parallel_state.get_expert_data_parallel_group(),
+        ("weights", False, parallel_state.get_data_parallel_group(with_context_parallel=True)),
+        ("expert weights", True, parallel_state.get_expert_data_parallel_group()),
     )
-    found = None
-    for kind, value, group in zip(("weights", "expert weights"), mine, groups, strict=True):
-        device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else None
-        own = torch.tensor([value], dtype=torch.int64, device=device)
-        everyone = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
-        dist.all_gather(everyone, own, group=group)
-        values = [int(each) for each in everyone]
-        if found is None and len(set(values)) > 1:
-            ranks = dist.get_process_group_ranks(group)
-            differ = [str(rank) for rank, each in zip(ranks, values, strict=True) if each != values[0]]
-            found = f"{kind} of rank {', '.join(differ)} differ from those of rank {ranks[0]}, their replica"
+    found = []
+    for kind, chosen, group in groups:
+        mine = (each for name, each in prints.items() if name.startswith("model") and (name in expert) is chosen)
+        found.append(Digest(kind, tuple(dist.get_process_group_ranks(group)), combined(mine)))
     return found
+
+
+def replica_complaint(digests: Mapping[int, Sequence[Digest]]) -> str | None:
+    """One sentence on the first group, by its ranks, whose digests are not one value, or None.
+
+    Args:
+        digests: `replica_digests` by rank; a rank that is not in it is not compared.
+    """
+    for rank in sorted(digests):
+        for at, (kind, ranks, value) in enumerate(digests[rank]):
+            if rank != ranks[0]:
+                continue
+            differ = [str(other) for other in ranks if other in digests and digests[other][at].value != value]
+            if differ:
+                return f"{kind} of rank {', '.join(differ)} differ from those of rank {rank}, their replica"
+    return None
+
+
+def check_replicas(model: list[Any], prints: Mapping[str, Fingerprint]) -> str | None:
+    """`replica_complaint` of all ranks, the same on every rank. Collective."""
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, replica_digests(model, prints))
+    return replica_complaint(dict(enumerate(everyone)))
 
 
 def agree(complaint_here: str | None) -> None:

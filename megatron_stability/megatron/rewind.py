@@ -28,7 +28,6 @@ from megatron_stability.errors import EXIT_HALTED, EXIT_REWIND, UsageError
 from megatron_stability.megatron import optimizer_state, rank_state, resume, snapshot
 from megatron_stability.megatron.checkpoint import Checkpoints
 from megatron_stability.megatron.data_iterators import DataIterators, draw
-from megatron_stability.megatron.host import Host
 from megatron_stability.megatron.snapshot import Snapshot
 from megatron_stability.pipeline import Policy, Sink
 from megatron_stability.record import generations, run_state
@@ -42,9 +41,9 @@ Outcome = Literal["rewound", "restart", "no checkpoint"]
 class Rewinds:
     """One a rank, beside the runtime; every method but the first is collective."""
 
-    def __init__(self, config: StabilityConfig, args: Namespace, checkpoints: Checkpoints, host: Host) -> None:
-        """Takes the validated tree, Megatron's arguments, what proves checkpoints, and the loop around the core."""
-        self._config, self._args, self._checkpoints, self._host = config, args, checkpoints, host
+    def __init__(self, config: StabilityConfig, args: Namespace, checkpoints: Checkpoints) -> None:
+        """Takes the validated tree, Megatron's arguments, and what proves checkpoints."""
+        self._config, self._args, self._checkpoints = config, args, checkpoints
         self.data = DataIterators()
         self.pass_over = PassOver(config.decide.skip_samples)
         self._go_on: tuple[int, int] | None = None  # iteration and its floating-point operations, for `train`
@@ -136,7 +135,7 @@ class Rewinds:
 
     def halted(self, step: int, reason: str) -> None:
         """Finish pending saves, which count too, and tell a supervisor."""
-        self._finish_saves()
+        self._checkpoints.settle()
         end = {"status": "halt", "step": step, "reason": reason, "exit_code": EXIT_HALTED}
         self._write(self._state.model_copy(update=end))
 
@@ -159,7 +158,7 @@ class Rewinds:
             UsageError: the load failed; the next start goes back instead.
         """
         policy, scales = self._budgets
-        self._finish_saves()
+        self._checkpoints.settle()
         window = int(decision.parameters["skip_steps"]) * record.samples
         first = max(0, record.last_sample - window)
         in_process = self._config.decide.rewind == "in_process" and _trusted(decision)
@@ -192,10 +191,6 @@ class Rewinds:
             f"{first} to {record.last_sample - 1} will be passed over"
         )
         return "rewound"
-
-    def _finish_saves(self) -> None:
-        self._host.finish_saves()
-        self._checkpoints.settle()
 
     def _choose(self, back: int, sample: int, in_process: bool) -> Manifest | Snapshot | None:
         """The snapshot for a first attempt, if it is old enough; else a checkpoint."""

@@ -66,9 +66,9 @@ class Runtime:
         """
         assert config.mode != "off", "mode off installs no runtime"
         self.config = config
-        self.checkpoints = Checkpoints(config, args)
         self._args, self.host = args, host or Host()
-        self.rewinds = Rewinds(config, args, self.checkpoints, self.host)
+        self.checkpoints = Checkpoints(config, args, self.host)
+        self.rewinds = Rewinds(config, args, self.checkpoints)
         self.sinks: list[Sink] = []
         self._ledger: Ledger | None = None
         self._reduction: Reduction | None = None
@@ -281,6 +281,8 @@ class Runtime:
     def exit_after_step(self, should_checkpoint: bool, should_exit: bool, exit_code: int) -> tuple[bool, bool, int]:
         """A halt leaves the loop before the step is counted; the last good checkpoint stays the newest. Collective."""
         if self._step is None or self._step[1].action not in (Action.REWIND, Action.HALT):
+            if should_exit:
+                self._ending(exit_code, incident.RERUN_VERDICTS.get(exit_code, "Megatron's train_step asked for it"))
             return should_checkpoint, should_exit, exit_code
         record, decision = self._step
         reason = decision.reason
@@ -292,11 +294,17 @@ class Runtime:
                     self._ledger.rewind(self._args.iteration, self._args.consumed_train_samples, reason)
                 return False, False, 0
             if outcome == "restart":
+                self._ending(EXIT_REWIND, reason)
                 return False, True, EXIT_REWIND
             reason = f"there is no complete checkpoint to rewind to; {reason}"
             print_rank_last(f" stability: step {record.step} HALT: {reason}")
+        self._ending(EXIT_HALTED, reason)
         self.rewinds.halted(record.step, reason)
         return self.checkpoints.halted(record.step, reason), True, EXIT_HALTED
+
+    def _ending(self, code: int, reason: str) -> None:
+        if self._ledger is not None:
+            self._ledger.ending(self._args.curr_iteration, code, reason)
 
     def log_string(self) -> str:
         """Fields for Megatron's log line."""

@@ -4,6 +4,7 @@
 {"kind":"step", ...,"x":"..."}    a step ended: trained, skipped or halted
 {"kind":"undo", ...,"x":"..."}    a resume or rewind undid what came after
 {"kind":"save", ...,"x":"..."}    a checkpoint of a step is about to be written
+{"kind":"end", ...,"x":"..."}    the process leaves the loop before its last step
 {"kind":"attention", ...,"x":"..."}    largest logit, entropy and clip of every layer and head after a step
 """
 
@@ -107,6 +108,15 @@ class SaveEntry(Entry):
     step: int
 
 
+class EndEntry(Entry):
+    """The process leaves the loop early: a halt, a rewind by restart, or Megatron's own reason; `step` stands."""
+
+    kind: Literal["end"] = "end"
+    step: int
+    code: int
+    reason: str
+
+
 class AttentionEntry(Entry):
     """Every layer and head after one step; the fields of `AttentionTable`."""
 
@@ -121,7 +131,7 @@ class AttentionEntry(Entry):
     max_gain_l: tuple[float, ...]
 
 
-AnyEntry = RunEntry | StepEntry | UndoEntry | SaveEntry | AttentionEntry
+AnyEntry = RunEntry | StepEntry | UndoEntry | SaveEntry | EndEntry | AttentionEntry
 _ENTRIES: TypeAdapter[AnyEntry] = TypeAdapter(Annotated[AnyEntry, Field(discriminator="kind")])
 
 
@@ -141,6 +151,11 @@ class LedgerView:
     def steps(self) -> tuple[StepEntry, ...]:
         """Every step, undone ones too."""
         return tuple(entry for entry in self.entries if isinstance(entry, StepEntry))
+
+    @cached_property
+    def ends(self) -> tuple[EndEntry, ...]:
+        """Why processes left before their last step."""
+        return tuple(entry for entry in self.entries if isinstance(entry, EndEntry))
 
     @cached_property
     def attention(self) -> tuple[AttentionEntry, ...]:

@@ -24,6 +24,7 @@ from megatron_stability.record.entries import (
     SCHEMA,
     AnyEntry,
     AttentionEntry,
+    EndEntry,
     LedgerView,
     RunEntry,
     SaveEntry,
@@ -151,6 +152,11 @@ class Ledger:
     def saving(self, step: int) -> None:
         """Note that a checkpoint of `step` is about to be written, and put everything on stable storage."""
         self._write(SaveEntry(generation=self.generation, step=step))
+        self.flush()
+
+    def ending(self, step: int, code: int, reason: str) -> None:
+        """Note that the process is about to leave with this exit code, and why, in one sentence."""
+        self._write(EndEntry(generation=self.generation, step=step, code=code, reason=reason))
         self.flush()
 
     def rewind(self, to_step: int, to_sample: int, reason: str) -> None:

@@ -119,6 +119,7 @@ def _notes(view: LedgerView) -> list[str]:
         for run in view.runs
         if run.trimmed_bytes
     ]
+    notes += [f"Generation {end.generation} ended with exit code {end.code}: {end.reason}." for end in view.ends]
     if view.undone:
         undone = len(view.undone)
         notes.append(f"{undone} step{'s were' if undone > 1 else ' was'} undone by a resume or rewind.")

@@ -4,8 +4,9 @@
     python -m tests.drills.campaign --real 24 --out tests/drills/campaign_real.json
 
 Zero disagreements between ranks, zero hangs, zero lost or repeated samples; every non-finite or huge gradient is
-skipped and nothing healthy is; a rank that went apart is named; and the weights at the end are, to the bit, those of a
-run that was never stopped and leaves out by itself what must be. `simulated.py` is the simulated loop; `real_runs.py`
+skipped and nothing healthy is; a rank that went apart is named, and its weights are in no checkpoint that is resumed
+from; and the weights at the end are, to the bit, those of a run that was never stopped and leaves out by itself what
+must be. `simulated.py` is the simulated loop; `real_runs.py`
 are Megatron's own on gloo ranks.
 """
 
@@ -44,7 +45,7 @@ def simulate(runs: int, first_seed: int = 1) -> dict[str, Any]:
                 "skipped steps": outcome.skipped,
                 "halts": outcome.halts,
                 "starts": outcome.starts,
-                "wrong ranks hidden by the save at a SIGTERM": outcome.hidden,
+                "checkpoints of wrong ranks, suspect": outcome.suspect,
             }
         )
         if outcome[:4] != ([], [], [], []) or not outcome.equal:

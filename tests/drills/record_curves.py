@@ -64,7 +64,8 @@ def main() -> None:
     try:
         with tempfile.TemporaryDirectory() as name:
             folder = Path(name)
-            prepare([library / "asyncio", library / "email", library / "json"], folder / "data", Options())
+            sources = [library / name for name in ("asyncio", "email", "json")]
+            prepare(sources, folder / "data", Options(patterns=("*.py",)))
             curves = [record(pool, folder / "data", folder / str(seed), seed) for seed in args.seeds]
     finally:
         pool.close()

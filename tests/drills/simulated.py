@@ -3,10 +3,8 @@
 Each rank has its own weights, Adam moments, detectors, policy and history; the all-reduce of gradients and the
 all-gather of rows are sums and stacks in rank order. The model is a regression whose every sample follows from the
 run's seed. A kill drops everything but the files and the checkpoints, a SIGTERM saves first; the job then goes on from
-the newest checkpoint that is not suspect, as a supervisor would start it. A rank that goes apart is never rank 0, whose
-weights a checkpoint holds: what it saved before the next digest would be loaded by all, and so be found by none. As
-hidden is what another rank gave to all gradients before the save at a SIGTERM, which no digest precedes: the run by
-hand has such steps too, and they are counted.
+the newest checkpoint that is not suspect, as a supervisor would start it. A checkpoint holds rank 0's weights, and is
+suspect where another rank's differ: loaded by all, what rank 0 or a gradient got wrong would be found by none.
 """
 
 from __future__ import annotations
@@ -75,7 +73,7 @@ def draw(seed: int) -> Scenario:
     world, steps = rng.choice((2, 3, 4)), rng.randint(60, 90)
     kinds = [rng.choice((*GRADIENT, *GRADIENT, "spike", "drift", "wrong")) for _ in range(rng.randint(3, 7))]
     places = rng.sample(range(WARM_UP + 6, steps - DIGEST_EVERY), len(kinds))
-    ranks = [rng.randrange(1 if kind == "wrong" else 0, world) for kind in kinds]  # a checkpoint is rank 0's
+    ranks = [rng.randrange(world) for _ in kinds]
     faults = [Fault(*fault) for fault in zip(kinds, places, ranks, strict=True)]
     stops = []
     for step in rng.sample(range(1, steps + 1), rng.randint(1, 4)):
@@ -201,7 +199,7 @@ class Outcome(NamedTuple):
     skipped: int
     halts: int
     starts: int
-    hidden: int  # ranks that went apart and were set right by a resume, from a checkpoint that has steps with them
+    suspect: int  # checkpoints of replicas that had gone apart
 
 
 class Job:
@@ -212,12 +210,11 @@ class Job:
         self.rng = random.Random(scenario.seed + 1)
         self.stops = list(scenario.stops)
         self.wrong = {fault for fault in scenario.faults if fault.kind == "wrong"}
-        self.healed: dict[Fault, int] = {}  # wrong ranks of the surviving run, and the step after which all were alike
         self.checkpoints = [Checkpoint(0, Weights(), None, 0)]
         self.disagreements: list[str] = []
         self.hangs: list[str] = []
         self.unexpected: list[str] = []
-        self.halts = self.starts = 0
+        self.halts = self.starts = self.suspect = 0
 
     def run(self) -> Outcome:
         """To the end, however often it stops."""
@@ -243,15 +240,12 @@ class Job:
             len(skipped),
             self.halts,
             self.starts,
-            sum(at > fault.step for fault, at in self.healed.items()),
+            self.suspect,
         )
 
     def _start(self) -> None:
         """From the newest checkpoint until the job stops."""
         last = self.checkpoints[-1]
-        ended = {fault: last.step for fault in self.wrong if fault.step <= last.step}  # all load rank 0's weights
-        self.wrong -= ended.keys()
-        self.healed = {f: min(at, last.step) for f, at in (self.healed | ended).items() if f.step <= last.step}
         world = self.scenario.world
         ranks = [Rank(last.weights, last.state, world) for _ in range(world)]
         info = RunInfo(mode="act", versions={}, layout={"data_parallel_size": world})
@@ -335,6 +329,9 @@ class Job:
         states = {rank.state() for rank in ranks}
         if len(states) > 1:
             self.disagreements.append(f"after step {step}: {len(states)} states of detectors and policy")
+        if any(not rank.weights.w.equal(ranks[0].weights.w) for rank in ranks):
+            self.suspect += 1
+            return
         size = (self.folder / FILE).stat().st_size
         self.checkpoints.append(Checkpoint(step, ranks[0].weights.copy(), states.pop(), size))
 
@@ -358,15 +355,15 @@ class Job:
             path.write_bytes(data[: self.rng.randint(begin, len(data))])
 
     def _by_hand(self) -> tuple[Weights, set[int]]:
-        """The same faults and data, never stopped, no pipeline: rank 0's weights, and the steps that were left out.
+        """The same faults and data, never stopped, no pipeline, no wrong rank: weights, and steps left out.
 
         Left out is what is not finite or above 10 times the mean of the norms so far; those above half of that, more
         loosely in early training, are not in the mean.
         """
         scenario, left_out, norms = self.scenario, set(), list[float]()
-        ranks = [Weights() for _ in range(scenario.world)]
+        weights = Weights()
         for step in range(1, scenario.steps + 1):
-            total = summed(gradients(self.data, scenario, step, ranks)[1])
+            total = summed(gradients(self.data, scenario, step, [weights] * scenario.world)[1])
             norm = float(total.norm())
             mean = statistics.fmean(norms) if len(norms) >= WARM_UP else math.inf
             if not math.isfinite(norm) or norm > 10.0 * mean:
@@ -374,13 +371,8 @@ class Job:
                 continue
             if norm <= min(10.0, 5.0 * Early().looseness(step)) * mean:
                 norms.append(norm)
-            for number, weights in enumerate(ranks):
-                weights.apply(total)
-                if any((fault.step, fault.rank) == (step, number) for fault in self.healed):
-                    weights.w[step % SIZE] += 1e-3
-            if step in self.healed.values():
-                ranks = [ranks[0].copy() for _ in ranks]
-        return ranks[0], left_out
+            weights.apply(total)
+        return weights, left_out
 
     def _expect(self, skipped: set[int], left_out: set[int]) -> None:
         """Non-finite and huge gradients are skipped; nothing else is but a spike or what a drift has become."""
@@ -394,5 +386,3 @@ class Job:
             self.unexpected.append(f"step {step} was skipped without a fault")
         if self.wrong:
             self.unexpected.append(f"never found: {sorted(self.wrong)}")
-        hidden = [fault for fault, until in self.healed.items() if fault.step < until and until % SAVE_EVERY == 0]
-        self.unexpected += [f"{fault} is hidden by a planned save" for fault in hidden]

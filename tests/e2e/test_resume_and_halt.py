@@ -100,7 +100,8 @@ def test_every_sample_has_one_fate_over_a_kill(pool: Pool, tmp_path: Path) -> No
 
 def test_too_many_skips_halt_every_rank_and_the_last_checkpoint_goes_on(pool: Pool, tmp_path: Path) -> None:
     budget = ("--stability-decide-max-consecutive-skips", "2")
-    seen = _train(pool, _flags(tmp_path, 12, *budget, *_faults("inf", 6, 7, 8)), code=EXIT_HALTED)
+    asynchronous = ("--async-save", "--use-persistent-ckpt-worker", "--async-strategy", "mcore")
+    seen = _train(pool, _flags(tmp_path, 12, *budget, *asynchronous, *_faults("inf", 6, 7, 8)), code=EXIT_HALTED)
     assert [row[1] for row in seen] == ["apply"] * 5 + ["skip", "skip", "halt"]
     assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "4"
     states = {each.folder.name: each.state for each in generations.generations(tmp_path)}

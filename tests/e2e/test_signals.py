@@ -12,7 +12,7 @@ import torch
 
 from megatron_stability.detect.signals import SIGNALS
 from megatron_stability.megatron.prepare_data import Options, prepare
-from megatron_stability.record import entries
+from megatron_stability.record import entries, generations
 from megatron_stability.records import Decision, StepRecord
 from tests.dist.pool import Pool
 from tests.e2e import jobs
@@ -126,7 +126,7 @@ def test_a_run_fills_every_signal_inside_the_one_collective(pools: dict[tuple[st
 
 
 class Flip(Norms):
-    """Flips one bit of one weight on one rank after a step."""
+    """Flips one bit of one weight on one rank after a step and each that follows, whose update sets it right."""
 
     def __init__(self, rank: int, step: int) -> None:
         super().__init__()
@@ -134,21 +134,28 @@ class Flip(Norms):
 
     def write(self, record: StepRecord, decision: Decision) -> None:
         super().write(record, decision)
-        if self._runtime.rank == self._rank and record.step == self._flip:
+        if self._runtime.rank == self._rank and record.step >= self._flip:
             weights = dict(self._runtime.model[0].named_parameters())
             weight = weights["module.module.decoder.layers.0.mlp.linear_fc1.weight"]
             weight.data.view(-1)[:1].view(torch.int16).bitwise_xor_(1 << 6)
 
 
-def test_a_flipped_bit_of_a_weight_names_its_rank(pools: dict[tuple[str, str], Pool], tmp_path: Path) -> None:
+def test_a_flipped_bit_of_a_weight_names_its_rank_and_its_save_is_suspect(
+    pools: dict[tuple[str, str], Pool], tmp_path: Path
+) -> None:
     check = ("--stability-observe-replicas-compute-every", "2", "--stability-mode", "observe")
-    flags = (*check, "--global-batch-size", "8", "--train-iters", "4")
+    save = ("--save", str(tmp_path / "save"), "--save-interval", "9")
+    flags = (*check, *save, "--global-batch-size", "8", "--train-iters", "4")
     for rank in _run(pools["0.19.2", "patched"], tmp_path, 4, Flip(rank=2, step=3), *flags):
         assert [row.disagreeing for row in rank] == [(), (), (), (2,)]
         assert "rank 2" in rank[3].reason
         assert "would halt" in rank[3].reason
         assert rank[3].signals["ranks/weights"] == 1
         assert rank[3].signals["ranks/compute"] == 1
+    (saved,) = generations.generations(tmp_path / "save")
+    assert saved.state == "suspect"
+    assert "weights of rank 2 differ from those of rank 0, their replica" in saved.reason
+    assert not (tmp_path / "save" / "latest_checkpointed_iteration.txt").exists()
 
 
 OVERLAPPED = ("--overlap-grad-reduce", "--overlap-param-gather", *jobs.SHARDED, "--global-batch-size", "8")
