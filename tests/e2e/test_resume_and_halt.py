@@ -120,3 +120,17 @@ def test_observing_says_the_same_and_does_what_stock_does(pool: Pool, tmp_path: 
     assert [row[2] for row in seen] == ["apply", "apply", "skip"] + ["halt"] * 5
     weights = jobs.read_checkpoint(pool, tmp_path, 8)
     assert weights["embedding.word_embeddings.weight"].isnan().any()
+
+
+def test_the_rerun_machines_verdict_is_in_the_ledger_and_its_exit_code_and_checkpoint_stand(
+    pool: Pool, tmp_path: Path
+) -> None:
+    """Megatron's own error injection: a result that stands when run again has to be judged on another device."""
+    inject = ("--error-injection-rate", "12", "--error-injection-type", "persistent_error")
+    seen = _train(pool, _flags(tmp_path, 12, *inject, mode="observe"), code=16)
+    view, (newest, *_) = entries.read(tmp_path / "stability"), generations.generations(tmp_path)
+    (end,) = view.ends
+    assert (end.code, end.step) == (16, len(seen))
+    assert "rerun state machine" in end.reason
+    assert [step.step for step in view.surviving] == [row[0] for row in seen] == list(range(1, len(seen) + 1))
+    assert (newest.state, newest.step) == ("complete", len(seen))

@@ -12,6 +12,7 @@ import pytest
 from megatron_stability.errors import UsageError
 from megatron_stability.record.entries import StepEntry, read
 from megatron_stability.record.ledger import Ledger, RunInfo
+from megatron_stability.record.runview import RunView
 from megatron_stability.records import Action, Decision, StepRecord, Tier, Verdict
 
 INFO = RunInfo(mode="act", versions={"megatron-core": "0.19.2"}, layout={"tensor_model_parallel_size": 2})
@@ -108,6 +109,15 @@ def test_a_rewind_within_the_process_begins_a_generation(tmp_path):
     assert [(s.generation, s.step) for s in read(tmp_path).surviving] == [(1, 1), (2, 2)]
 
 
+def test_why_a_process_left_early_is_in_the_view_and_the_report(tmp_path):
+    with start(tmp_path) as ledger:
+        write(ledger, 1, 2)
+        ledger.ending(2, 16, "the step has to be run again")
+    (end,) = read(tmp_path).ends
+    assert (end.generation, end.step, end.code) == (1, 2, 16)
+    assert "Generation 1 ended with exit code 16: the step has to be run again." in RunView.from_ledger(tmp_path).notes
+
+
 def test_cut_at_any_byte_the_whole_lines_remain_and_the_next_run_goes_on(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)  # one run a byte, and nothing loses power
     with start(tmp_path / "whole") as ledger:
@@ -174,6 +184,7 @@ def test_a_second_writer_is_refused_and_the_first_one_named(tmp_path):
 WRITER = """
 import os, sys, time
 from megatron_stability.record.ledger import Ledger, RunInfo
+from megatron_stability.record.runview import RunView
 from tests.unit.test_ledger import decision, record, start
 ledger = start(sys.argv[1])
 forked, worker = os.pipe()
