@@ -91,7 +91,8 @@ def test_precedence_is_command_line_over_scale_down_over_yaml_over_recipe(bridge
     file = tmp_path / "r.yaml"
     file.write_text(
         "stability: {detect: {loss_spike: {k: 7}}, mode: observe}\n"
-        "dataset: {mock: true, seq_length: 32}\ntrain: {train_iters: 40, global_batch_size: 8}\n"
+        "dataset: {mock: true, seq_length: 32}\ntokenizer: {vocab_file: null}\n"
+        "train: {train_iters: 40, global_batch_size: 8}\n"
         "model: {num_layers: 3, hidden_size: 32, num_attention_heads: 2, vocab_size: 128,"
         " pipeline_dtype: torch.float32, attention_backend: unfused, activation_func: silu,"
         " seq_length: '${dataset.seq_length}'}\n"
