@@ -53,8 +53,5 @@ class _Corrupted:
 
 
 def _faulty_loss(loss_function: Callable[..., Any], args: BridgeArgs, output: torch.Tensor) -> Any:
-    loss, tokens, report = loss_function(output)
-    loss = drills.scale_gradient(loss, args)
-    reported = report["lm loss"].clone()
-    reported[0] = loss.detach()
-    return loss, tokens, report | {"lm loss": reported}
+    """Before Bridge looks at the loss, as a fault of the model would be."""
+    return loss_function(drills.scale_gradient(output, args))

@@ -27,7 +27,7 @@ from megatron.training import print_rank_0
 
 from megatron_stability.config import StabilityConfig
 from megatron_stability.errors import UsageError
-from megatron_stability.megatron import arguments, layer_specs, seams, weight_hooks
+from megatron_stability.megatron import arguments, cpu, layer_specs, seams, weight_hooks
 from megatron_stability.megatron.fp8_flags import refuse_inactive_fp8
 from megatron_stability.megatron.model import settings
 from megatron_stability.megatron.runtime import Runtime
@@ -125,6 +125,11 @@ def refuse_inactive(container: ConfigContainer, stability: StabilityConfig) -> N
     if getattr(container.model, "qk_clip", False) and args.transformer_impl == "local":
         raise UsageError(
             f"model.qk_clip needs the attention of Transformer Engine, and {why}; use stability.qk_clip.enabled instead"
+        )
+    if container.checkpoint.async_save and cpu.installed():
+        raise UsageError(
+            "checkpoint.async_save on the CPU backend: Bridge spawns its writer without the backend, and the run would "
+            "wait for it for ever; set it to false"
         )
     with in_its_words(BridgeHost(args)):
         settings.refuse_what_cannot_work(stability, args)

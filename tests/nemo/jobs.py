@@ -79,7 +79,9 @@ def recipe(settings: Mapping[str, Any]) -> Any:
             end_weight_decay=0.01,
             weight_decay_incr_style="constant",
         ),
-        ddp=c.DistributedDataParallelConfig(use_distributed_optimizer=False, grad_reduce_in_fp32=True),
+        ddp=c.DistributedDataParallelConfig(
+            use_distributed_optimizer=False, grad_reduce_in_fp32=True, check_for_nan_in_grad=True
+        ),
         dataset=c.MockGPTDatasetConfig(
             random_seed=1234,
             seq_length=64,

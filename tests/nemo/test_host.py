@@ -101,6 +101,7 @@ def test_what_would_be_silent_or_wrong_is_refused(bridge: Pool, tmp_path: Path) 
         ({"model.qk_clip": True}, clip, "model.qk_clip"),
         ({"mixed_precision": "fp16_mixed"}, {}, "mixed_precision.fp16 with stability.mode act"),
         ({"checkpoint.most_recent_k": 2}, {}, "stability.checkpoint.keep"),
+        ({"checkpoint.async_save": True}, {}, "checkpoint.async_save on the CPU backend"),
         ({"checkpoint.non_persistent_ckpt_type": "global"}, {}, "checkpoint.non_persistent_ckpt_type global"),
         ({}, {"decide": {"snapshot_steps": 4}}, "no rewind within the process"),
         ({}, {"decide": {"rules": [rewinds.RULE]}}, "give checkpoint.save and checkpoint.save_interval"),
