@@ -54,7 +54,7 @@ setup(
     extras_require={
         "megatron": MEGATRON,
         "nemo": NEMO,
-        "te": ["transformer-engine[pytorch]>=2.9", "nvdlfw-inspect"],
+        "te": ["transformer-engine[pytorch]>=2.9", "nvdlfw-inspect>=0.2.2"],
         "modelopt": ["nvidia-modelopt>=0.47"],
         "report": REPORT,
         "alerts": ["apprise"],

@@ -26,7 +26,7 @@ of_one_process=(tests --ignore=tests/dist --ignore=tests/nemo --ignore-glob='tes
 tests() { # beside those that start ranks: each leaves the other a core
     local log rc=0
     log=$(mktemp)
-    "$bin/python" -m pytest "${of_one_process[@]}" >"$log" 2>&1 &
+    { "$bin/python" -m pytest "${of_one_process[@]}" && bash ci/te_env.sh 2.20.2; } >"$log" 2>&1 &
     "$bin/python" -m pytest tests/dist || rc=$?
     wait $! || rc=$?
     cat "$log"

@@ -40,6 +40,7 @@ COMMANDS = (
     Command("cadence", "megatron_stability.record.cadence_command", "run", "how often to save, from measured costs"),
     Command("report", "megatron_stability.record.report", "run", "write the HTML report of a run"),
     Command("compare", "megatron_stability.compare.command", "run", "an FP8 run against its BF16 control, with a gate"),
+    Command("fp8-readiness", "megatron_stability.megatron.fp8_readiness", "run", "which linears would bear FP8"),
     Command("doctor", "megatron_stability.doctor", "run", "what is installed, and whether FP8 can be active"),
     Command("quickstart", "megatron_stability.megatron.quickstart", "run", "train a small GPT with and without it"),
 )
@@ -52,6 +53,7 @@ EXTRAS = {
     "megatron.training": "megatron",
     "omegaconf": "nemo",
     "hydra": "nemo",
+    "modelopt": "modelopt",
     "plotly": "report",
     "tokenizers": "tokenizers",
     "sentencepiece": "tokenizers",

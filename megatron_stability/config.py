@@ -31,6 +31,8 @@ from megatron_stability.observe.config import Observe, QKClip
 from megatron_stability.section import Section
 
 PREFIX = "--stability"
+#: Further names of flags, beside Megatron's own `--fp8-...`, of which none has these names.
+ALIASES = {("fp8", "emulate"): "--fp8-emulate", ("fp8", "recalibrate"): "--fp8-recalibrate"}
 
 
 class Record(Section):
@@ -118,7 +120,8 @@ def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         "--stability-config", type=str, default=argparse.SUPPRESS, metavar="FILE", help="YAML file of the tree"
     )
     for path, info in leaves():
-        group.add_argument(flag(path), type=str, default=argparse.SUPPRESS, metavar=path[-1].upper(), help=_help(info))
+        names = [flag(path), *([ALIASES[path]] if path in ALIASES else [])]
+        group.add_argument(*names, type=str, default=argparse.SUPPRESS, metavar=path[-1].upper(), help=_help(info))
     return parser
 
 

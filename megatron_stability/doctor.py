@@ -12,11 +12,14 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Literal
 
-from megatron_stability.errors import EXIT_FINDING, EXIT_FINE
+from megatron_stability.errors import EXIT_FINDING, EXIT_FINE, UsageError
+from megatron_stability.record import entries
 
 TIMEOUT_S = 300
+_ANSWER = '{"state": '  # packages print lines of their own
 State = Literal["ok", "absent", "broken", "other"]
 
 # Each prints one JSON object: state, version, detail. What they raise makes them "broken".
@@ -32,12 +35,7 @@ import megatron.core.package_info as info
 say("ok", info.__version__)
 """,
     "transformer_engine": """
-import importlib.metadata as metadata
-from pathlib import Path
-version = metadata.version("transformer_engine")
-parts = {d.metadata["Name"].lower().replace("-", "_") for d in metadata.distributions() if d.metadata["Name"]}
-import importlib.util
-where = Path(importlib.util.find_spec("transformer_engine").origin).parent
+where = folder_of("transformer_engine")
 folders = [folder for folder in (where, where.parent, where / "wheel_lib") if folder.is_dir()]
 libraries = {p.name for folder in folders for p in folder.glob("*.so")}
 missing = [name for name, stem in (
@@ -45,7 +43,7 @@ missing = [name for name, stem in (
     ("the torch extension (transformer_engine_torch)", "transformer_engine_torch"),
 ) if not any(lib.startswith(stem) for lib in libraries)]
 if missing:
-    say("broken", version, "half-installed: lacks " + " and ".join(missing))
+    say("broken", version("transformer_engine"), "half-installed: lacks " + " and ".join(missing))
 else:
     import transformer_engine.pytorch as te
     reasons = []
@@ -54,40 +52,47 @@ else:
         if check is not None:
             able, why = check(return_reason=True)
             reasons.append(f"{name}: {'yes' if able else 'no, ' + why}")
-    say("ok", version, "; ".join(reasons))
+    say("ok", version("transformer_engine"), "; ".join(reasons))
 """,
     "apex": """
-import importlib.util
-import apex
-if importlib.util.find_spec("apex.multi_tensor_apply") is None or importlib.util.find_spec("amp_C") is None:
-    say("other", getattr(apex, "__version__", ""), "this `apex` is not NVIDIA's, or lacks its compiled kernels")
+if not (folder_of("apex") / "multi_tensor_apply").is_dir():  # not imported: another's may do anything
+    say("other", version("apex"), "this `apex` is not NVIDIA's")
+elif importlib.util.find_spec("amp_C") is None:
+    say("broken", "", "NVIDIA Apex without its compiled kernels (amp_C)")
 else:
-    import amp_C
+    import apex, amp_C
     say("ok", getattr(apex, "__version__", ""), "NVIDIA Apex with amp_C")
 """,
     "nvidia-modelopt": """
-import importlib.metadata as metadata
-version = metadata.version("nvidia-modelopt")
 import modelopt
-say("ok", version)
+say("ok", version("nvidia-modelopt"))
 """,
     "nvdlfw-inspect": """
-import importlib.metadata as metadata
-version = metadata.version("nvdlfw-inspect")
 import nvdlfw_inspect
-say("ok", version)
+say("ok", version("nvdlfw-inspect"))
 """,
 }
 _FRAME = """
-import json, sys
+import importlib.metadata, importlib.util, json
+from pathlib import Path
 def say(state, version="", detail="", **more):
+    print()
     print(json.dumps({"state": state, "version": version, "detail": detail, **more}))
+def version(package):
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return ""  # a checkout on PYTHONPATH
+def folder_of(module):
+    spec = importlib.util.find_spec(module)
+    if spec is None:
+        raise ModuleNotFoundError("absent", name=module)
+    return Path(next(iter(spec.submodule_search_locations or [spec.origin])))
 try:
 %s
 except ModuleNotFoundError as error:
-    say("absent" if (error.name or "").split(".")[0] == %r else "broken", "", str(error))
-except ImportError as error:
-    say("absent" if type(error).__name__ == "PackageNotFoundError" else "broken", "", str(error))
+    absent = (error.name or "").split(".")[0] == %r
+    say("absent" if absent else "broken", "", "" if absent else str(error))
 except BaseException as error:
     say("broken", "", f"{type(error).__name__}: {error}")
 """
@@ -99,7 +104,8 @@ _ADVICE = {
     ): "install it whole, `pip install --no-build-isolation transformer-engine[pytorch]`, "
     "or take the base wheel off: megatron-core believes in it and fails",
     ("transformer_engine", "absent"): "for FP8, pip install 'megatron-stability[te]' on a machine with CUDA",
-    ("apex", "other"): "uninstall it, or install NVIDIA's from github.com/NVIDIA/apex; it is not used",
+    ("apex", "broken"): "build it with --cuda_ext, or uninstall it: Megatron then takes torch's own",
+    ("apex", "other"): "uninstall it: Megatron takes any `apex` for NVIDIA's, which is at github.com/NVIDIA/apex",
     ("nvidia-modelopt", "absent"): "pip install 'megatron-stability[modelopt]' for FP8 readiness reports",
     ("nvdlfw-inspect", "absent"): "pip install nvdlfw-inspect for sampled FP8 statistics under Transformer Engine",
 }
@@ -133,13 +139,11 @@ def probe(package: str) -> Probe:
             timeout=TIMEOUT_S,
             check=False,
         )
-        answer = json.loads(done.stdout.strip().splitlines()[-1])
-    except (IndexError, json.JSONDecodeError):
+        answer = json.loads([line for line in done.stdout.splitlines() if line.startswith(_ANSWER)][-1])
+    except IndexError:
         answer = {"state": "broken", "detail": f"importing it ended the process with exit code {done.returncode}"}
     except subprocess.TimeoutExpired:
         answer = {"state": "broken", "detail": f"importing it took more than {TIMEOUT_S} s"}
-    if answer["state"] == "broken" and "No package metadata" in answer.get("detail", ""):
-        answer["state"] = "absent"
     capability = tuple(answer.pop("capability", None) or ()) or None
     return Probe(package, advice=_ADVICE.get((package, answer["state"]), ""), capability=capability, **answer)
 
@@ -154,7 +158,7 @@ def fp8_verdict(torch: Probe, te: Probe) -> tuple[bool, str]:
     if te.state == "absent":
         return False, "FP8 can't be active: no Transformer Engine, so --fp8-format would train in BF16 and is refused"
     if te.state != "ok":
-        return False, f"FP8 can't be active: Transformer Engine is {te.detail}"
+        return False, f"FP8 can't be active: Transformer Engine is broken: {te.detail}"
     if torch.capability is None:
         return False, "FP8 can't be active: no CUDA device"
     if torch.capability < (8, 9):
@@ -163,14 +167,40 @@ def fp8_verdict(torch: Probe, te: Probe) -> tuple[bool, str]:
     return True, f"FP8 can be active: Transformer Engine {te.version}, {torch.detail}; {te.detail}"
 
 
+def fp8_of_run(folder: Path) -> tuple[bool, str]:
+    """Whether a run's linears really ran in FP8 in its last step, with their number and recipe.
+
+    Args:
+        folder: of the run's ledger.
+
+    Raises:
+        UsageError: no readable ledger there, or one without a step.
+    """
+    steps = [step for step in entries.read(folder).surviving if step.tokens]
+    if not steps:
+        raise UsageError(f"{folder}: its ledger has no step yet; ask again once the run has trained one")
+    signals = steps[-1].signals
+    gemms, fallbacks = (int(signals.get(f"fp8/{name}", 0.0)) for name in ("gemms", "fallbacks"))
+    if gemms == fallbacks:
+        why = f"none of {gemms} linears that could be in FP8 was" if gemms else "nothing asked for FP8"
+        return False, f"FP8 was not active in step {steps[-1].step} of {folder}: {why}"
+    text = f"FP8 was active in step {steps[-1].step} of {folder}: {gemms - fallbacks} of {gemms} linears"
+    tables = sorted(folder.glob("fp8.stage*.jsonl"))
+    if tables and (lines := tables[0].read_text(encoding="utf-8").split("\n")[:-1]):
+        last = json.loads(lines[-1])
+        text += f", recipe {last['recipe']}{' (emulated)' if last['emulated'] else ''}, {last['kernel']}"
+    return True, text
+
+
 def run(argv: Sequence[str]) -> int:
     """The command.
 
     Args:
-        argv: `[--json] [--fp8]`.
+        argv: see `--help`.
 
     Returns:
-        0; 1 where a package is broken or another, or where `--fp8` asked for FP8 and it can't be active.
+        0; 1 where a package is broken or another, or where `--fp8` asked for FP8 and it can't be active, or where
+        `--run` named a run in which it was not.
     """
     parser = argparse.ArgumentParser(
         prog="megatron-stability doctor",
@@ -179,7 +209,12 @@ def run(argv: Sequence[str]) -> int:
     )
     parser.add_argument("--json", action="store_true", help="for machines")
     parser.add_argument("--fp8", action="store_true", help="exit with 1 where FP8 can't be active")
+    parser.add_argument("--run", type=Path, metavar="DIR", help="a run's ledger: was FP8 active? Exit with 1 if not")
     options = parser.parse_args(list(argv))
+    if options.run is not None:
+        active, why = fp8_of_run(options.run)
+        print(json.dumps({"fp8": {"active": active, "why": why}}, indent=1) if options.json else why)
+        return EXIT_FINE if active else EXIT_FINDING
     probes = {package: probe(package) for package in _PROBES}
     active, why = fp8_verdict(probes["torch"], probes["transformer_engine"])
     if options.json:

@@ -13,7 +13,8 @@ model=(--num-layers 32 --hidden-size 4096 --ffn-hidden-size 14336 --num-attentio
 training=(--micro-batch-size 1 --global-batch-size 128 --train-iters "$steps" --lr 3e-4 --min-lr 3e-5
     --lr-warmup-iters 200 --lr-decay-style cosine --weight-decay 0.1 --clip-grad 1.0 --adam-beta2 0.95 --seed 1234
     --use-distributed-optimizer --tensor-model-parallel-size 2 --sequence-parallel --transformer-impl transformer_engine
-    --eval-iters 20 --eval-interval "$steps" --log-interval 1 --tensorboard-log-interval 1)
+    --eval-iters 20 --eval-interval "$steps" --log-interval 1 --tensorboard-log-interval 1
+    --stability-observe-sketch-every 100)
 
 train() { # train NAME FLAG...: one run into $OUT/NAME; under torchrun, or one srun task a node
     local name=$1

@@ -42,6 +42,7 @@ DETECTORS: tuple[Any, ...] = (
     limits.Fp8Fallbacks,
     limits.Fp8Saturation,
     limits.Fp8Underflow,
+    limits.Fp8Binades,
     limits.Fp8ScaleStuck,
     limits.MoeLoad,
     limits.MoeDrops,

@@ -244,6 +244,7 @@ class Detect(Section):
     fp8_fallbacks: Limits = Limits(watch=0.5)
     fp8_saturation: Limits = Limits(small=1e-3, medium=1e-2, persistence=2)
     fp8_underflow: Limits = Limits(watch=0.1, small=0.5, persistence=2)
+    fp8_binades: Limits = Limits(watch=10, persistence=3)
     fp8_scale_stuck: Limits = Limits(watch=1000)
     moe_load: Limits = Limits(watch=4, small=16, persistence=20)
     moe_drops: Limits = Limits(watch=0.1, small=0.3, persistence=20)

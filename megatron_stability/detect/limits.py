@@ -183,6 +183,15 @@ class Fp8Underflow(Fp8Limit):
     requires = ("fp8/underflow",)
 
 
+class Fp8Binades(Fp8Limit):
+    """A scale that misses its tensor's amax by so much that few of the format's normal values are in use."""
+
+    name = "fp8_binades"
+    what = "binades left to normal FP8 values"
+    above = False
+    requires = ("fp8/binades",)
+
+
 class Fp8ScaleStuck(Fp8Limit):
     """A scale that stands still while its tensor's amax moves."""
 

@@ -31,6 +31,7 @@ SIGNALS: Mapping[str, str] = MappingProxyType(
         "qk_clip/min_factor": "least γ = limit/S_max of a head, over layers and ranks; 1 where none is above",
         "fp8/saturation": "largest share of a tensor's elements at the format's maximum",
         "fp8/underflow": "largest share of a tensor's non-zero elements that became zero",
+        "fp8/binades": "fewest binades from the least normal value of a format to a tensor's amax",
         "fp8/scale_age": "most steps a tensor's scale has stood still while its amax moved",
         "fp8/amax_rise": "largest amax over its own past mean",
         "fp8/amax_fall": "largest past mean of an amax over the amax",

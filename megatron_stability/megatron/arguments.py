@@ -50,7 +50,12 @@ def install_runtime(args: Namespace) -> None:
     from megatron_stability.megatron.runtime import Runtime
 
     weight_hooks.refuse_what_cannot_work(config, args)
-    seams.install(Runtime(config, args))
+    runtime = Runtime(config, args)
+    if config.fp8.inspect:  # before the model is built: TE's modules ask for nvdlfw-inspect as they are made
+        from megatron_stability.transformer_engine import sampled
+
+        sampled.begin(config.fp8.sample_every, runtime.ledger_folder() / "nvdlfw_inspect")
+    seams.install(runtime)
 
 
 def refuse_what_cannot_work(config: tree.StabilityConfig, args: Namespace) -> None:

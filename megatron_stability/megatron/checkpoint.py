@@ -24,9 +24,11 @@ from megatron_stability.config import StabilityConfig
 from megatron_stability.errors import UsageError
 from megatron_stability.megatron import install_digest, optimizer_state, rank_state, resume, training_args
 from megatron_stability.megatron.failed_save import Failure, SaveError, attempt, tell
+from megatron_stability.megatron.fp8_flags import active_transformer_engine
 from megatron_stability.megatron.host import Host
 from megatron_stability.record import generations, manifest
 from megatron_stability.record.manifest import FileEntry, Manifest
+from megatron_stability.transformer_engine import extra_state
 
 SHARES_WAIT_S = 1800.0  # how long rank 0's thread waits for the other ranks' threads
 _SHARE = ".stability-share-{rank}.json"
@@ -36,7 +38,17 @@ class Checkpoints:
     """One a rank; `seams.py` says where each method is called from."""
 
     def __init__(self, config: StabilityConfig, args: Namespace, host: Host | None = None) -> None:
-        """Takes the validated tree, Megatron's arguments, read at every save and load, and the loop around the core."""
+        """Takes the validated tree and Megatron's arguments, which it reads at every save and load.
+
+        Args:
+            config: the validated tree.
+            args: Megatron's.
+            host: the loop around the core; by default Megatron's own.
+
+        Attributes:
+            extra_states: what Transformer Engine's modules had in the checkpoint that was loaded last.
+        """
+        self.extra_states: dict[str, extra_state.Kind] = {}
         self._config, self._args, self._host = config, args, host or Host()
         self._model: list[Any] = []
         self._optimizer: Any = None
@@ -269,6 +281,8 @@ class Checkpoints:
 
     def load_state(self, state_dict: dict[str, Any]) -> None:
         """`load_checkpoint`, once the state dict is read."""
+        if active_transformer_engine(self._args):
+            self.extra_states = extra_state.survey(state_dict)
         if not self._on:
             return
         self._args.ckpt_step = self._ckpt_step

@@ -20,6 +20,7 @@ def refuse_inactive_fp8(fp8: Fp8, mode: str, args: Namespace) -> None:
             f"--fp8-format {asked} with --transformer-impl local would train in BF16: FP8 needs Transformer Engine "
             "(--transformer-impl transformer_engine), or give --stability-fp8-emulate for a dry run of its numerics"
         )
+    _refuse_for_transformer_engine(fp8, mode, args)
     if fp8.emulate == "none":
         return
     name = f"--stability-fp8-emulate {fp8.emulate}"
@@ -34,6 +35,26 @@ def refuse_inactive_fp8(fp8: Fp8, mode: str, args: Namespace) -> None:
             "--tp-only-amax-red",
             "scales then differ over data-parallel ranks, and a checkpoint holds one of them; drop the flag",
         ),
+    )
+    for wrong, other, why in pairs:
+        if wrong:
+            raise UsageError(f"{name} with {other}: {why}")
+
+
+def active_transformer_engine(args: Namespace) -> bool:
+    """Whether Megatron runs FP8 through Transformer Engine."""
+    return bool(getattr(args, "fp8", None)) and args.transformer_impl == "transformer_engine"
+
+
+def _refuse_for_transformer_engine(fp8: Fp8, mode: str, args: Namespace) -> None:
+    if not fp8.inspect:
+        return
+    name = "--stability-fp8-inspect true"
+    pairs = (
+        (not active_transformer_engine(args), "no FP8 of Transformer Engine", "give --fp8-format, or turn it off"),
+        (mode == "off", "--stability-mode off", "the plugin is off; use observe or act"),
+        (getattr(args, "cuda_graph_impl", "none") != "none", "--cuda-graph-impl", "a replayed graph calls no feature"),
+        (bool(getattr(args, "delay_wgrad_compute", False)), "--delay-wgrad-compute", "TE's debug path can't delay it"),
     )
     for wrong, other, why in pairs:
         if wrong:

@@ -26,7 +26,8 @@ from megatron_stability.megatron.fp8_linear import GRAD, Backward, Fp8ColumnPara
 from megatron_stability.numerics import fp8_stats
 from megatron_stability.numerics.fp8_config import Fp8
 from megatron_stability.numerics.fp8_recipes import Recipe, delayed_update
-from megatron_stability.observe.fp8 import SIGNALS, AmaxHistory, table, worst
+from megatron_stability.observe import fp8_samples
+from megatron_stability.observe.fp8 import SIGNALS, AmaxHistory, binades, worst
 from megatron_stability.observe.reduction import Combine
 from megatron_stability.records import StepRecord
 from megatron_stability.sites import TENSORS, Site
@@ -78,6 +79,7 @@ class Fp8Hook:
         self.step_amax = torch.zeros(n, 3, device=device)
         limits = [fmt.max for fmt in self.states[0].formats]
         self._limits = torch.tensor(limits, device=device)
+        self._least_normal = torch.tensor([fmt.least_normal for fmt in self.states[0].formats] * n, device=device)
         for i, state in enumerate(self.states):
             state.scale, state.staged, state.step_amax = self.scale[i], self.history[0, i], self.step_amax[i]
         self._amax_past = AmaxHistory(3 * n, device)
@@ -153,6 +155,8 @@ class Fp8Hook:
         signals = worst("fp8/amax_rise", rise, self._orders) | worst("fp8/amax_fall", rise.reciprocal(), self._orders)
         if self.recipe.name == "delayed":
             signals |= worst("fp8/scale_age", self._amax_past.age(amax, scale), self._orders)
+            used = self._kept[0].view(-1)  # by the step's first micro-batch
+            signals |= binades(amax, used, self._least_normal, self._orders)
         runs = sum(state.runs for state in self.states)
         quantized = runs - sum(state.fallbacks for state in self.states)
         share = len(self.states) / max(1, self._all_linears)
@@ -199,46 +203,19 @@ class Fp8Hook:
         """Collective: one gather over the stage, one copy to the host, one table of the stage in its own file."""
         samples = torch.cat([state.samples for state in self.states if state.samples is not None])
         group = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
-        row = torch.cat([samples, amax.double()[:, None], scale.double()[:, None]], 1).contiguous()
-        world = dist.get_world_size(group)
-        flat = torch.empty(world * row.shape[0], row.shape[1], dtype=row.dtype, device=row.device)
-        dist.all_gather_into_tensor(flat, row, group=group)
-        rows = flat.view(world, *row.shape)
-        columns = len(fp8_stats.COLUMNS)
-        combined = fp8_stats.combine(rows[..., :columns].transpose(0, 1))
-        stats = [fp8_stats.read(vector) for vector in combined.cpu()]
+        found = fp8_samples.gather(samples, amax, scale, group)
         if dist.get_rank(group) == 0:
-            self._write(stats, rows[..., columns].amax(0).tolist(), rows[..., columns + 1].amin(0).tolist())
-        saturation = torch.tensor([each.saturation for each in stats], dtype=torch.float64)
-        underflow = torch.tensor([each.underflow for each in stats], dtype=torch.float64)
-        orders = self._orders.cpu()
-        return worst("fp8/saturation", saturation, orders) | worst("fp8/underflow", underflow, orders)
-
-    def _write(self, stats: Sequence[fp8_stats.TensorStats], amax: list[float], scale: list[float]) -> None:
-        shares = [
-            {
-                "saturation": each.saturation,
-                "underflow": each.underflow,
-                "snr_db": each.snr_db,
-                "elements": each.elements,
+            facts = {
+                "recipe": self.recipe.name,
+                "emulated": True,
+                "accumulation": "float32",
+                "reduction": "float32",
+                "fallbacks": sum(state.fallbacks for state in self.states),
+                "kernel": f"torch {torch.__version__}",
             }
-            for each in stats
-        ]
-        stage = parallel_state.get_pipeline_model_parallel_rank()
-        line = {
-            "step": self._step,
-            "stage": stage,
-            "recipe": self.recipe.name,
-            "emulated": True,
-            "accumulation": "float32",
-            "reduction": "float32",
-            "fallbacks": sum(state.fallbacks for state in self.states),
-            "kernel": f"torch {torch.__version__}",
-            "tensors": table(self.sites, amax, scale, shares),
-        }
-        self._folder.mkdir(parents=True, exist_ok=True)
-        with (self._folder / f"fp8.stage{stage}.jsonl").open("a", encoding="utf-8") as stream:
-            stream.write(json.dumps(line, allow_nan=False) + "\n")
+            stage = parallel_state.get_pipeline_model_parallel_rank()
+            found.write(self._folder, self._step, stage, self.sites, facts)
+        return found.signals(self._orders.cpu())
 
     # --- checkpoint -------------------------------------------------------------------------------------------
 
@@ -249,7 +226,7 @@ class Fp8Hook:
             for i, site in enumerate(self.sites[:: len(TENSORS)]):
                 key = f"{site.layer}/{site.expert}/{site.module}"
                 own[key] = {"scale": _text(self.scale[i]), "history": _text(self.history[:, i])}
-        stages = _gather_json(own, parallel_state.get_pipeline_model_parallel_group(), self._device)
+        stages = gather_json(own, parallel_state.get_pipeline_model_parallel_group(), self._device)
         merged = {key: value for stage in stages for key, value in stage.items()}
         return {"recipe": self.recipe.name, "history": self.recipe.history, "linears": merged}
 
@@ -291,11 +268,12 @@ class Fp8Hook:
             )
         for site in self.sites[:: len(TENSORS)]:
             saved = state["linears"].get(f"{site.layer}/{site.expert}/{site.module}")
+            linear = str(site).removesuffix(f" {site.tensor}")
             if saved is None:
-                return f"lacks the FP8 scaling state of layer {site.layer} {site.module}"
+                return f"lacks the FP8 scaling state of {linear}"
             scale = _tensor(saved["scale"])
             if not bool((scale.isfinite() & (scale > 0)).all()):
-                return f"has an impossible FP8 scale for layer {site.layer} {site.module}"
+                return f"has an impossible FP8 scale for {linear}"
         return None
 
 
@@ -316,7 +294,7 @@ def _tensor(text: str) -> torch.Tensor:
     return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.float32)
 
 
-def _gather_json(own: dict[str, Any], group: Any, device: torch.device) -> list[dict[str, Any]]:
+def gather_json(own: dict[str, Any], group: Any, device: torch.device) -> list[dict[str, Any]]:
     """Collective: everyone's dictionary, in rank order, as JSON bytes in a tensor."""
     data = torch.frombuffer(bytearray(json.dumps(own).encode()), dtype=torch.uint8).to(device)
     world = dist.get_world_size(group)

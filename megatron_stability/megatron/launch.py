@@ -11,10 +11,10 @@ import argparse
 import os
 import runpy
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from megatron_stability import config as tree
 from megatron_stability.errors import EXIT_FINE, UsageError
@@ -54,8 +54,12 @@ class Job:
 
             cpu.install()
 
-    def train(self) -> None:
-        """Run to the end of training in this process, which is one rank."""
+    def train(self, on_model: Callable[[Any], None] | None = None) -> None:
+        """Run to the end of training in this process, which is one rank.
+
+        Args:
+            on_model: told of each chunk of our own script's model as it is built.
+        """
         from megatron_stability.megatron import seams
 
         sys.argv = [str(self.script or "megatron-stability pretrain"), *self.argv]
@@ -65,9 +69,19 @@ class Job:
             else:
                 from megatron_stability.megatron import pretrain as gpt
 
-                gpt.main()
+                provider = gpt.model_provider
+                gpt.main(provider if on_model is None else _told_of(provider, on_model))
         finally:
             seams.uninstall()
+
+
+def _told_of(provider: Callable[..., Any], on_model: Callable[[Any], None]) -> Callable[..., Any]:
+    def build(*args: Any, **kwargs: Any) -> Any:
+        model = provider(*args, **kwargs)
+        on_model(model)
+        return model
+
+    return build
 
 
 def pretrain(argv: Sequence[str]) -> int:
@@ -80,7 +94,7 @@ def pretrain(argv: Sequence[str]) -> int:
         The exit code: 0, 2 for unusable input, or the ranks' own (18: the policy halted the run; 19: it is to be
         started again).
     """
-    options, rest = _options("pretrain", argv)
+    options, rest = launcher_options("pretrain", argv)
     return _launch(options, rest, script=None)
 
 
@@ -93,7 +107,7 @@ def run_script(argv: Sequence[str]) -> int:
     Returns:
         As `pretrain`.
     """
-    options, rest = _options("run", argv)
+    options, rest = launcher_options("run", argv)
     if not rest or rest[0].startswith("-"):
         raise UsageError("run needs a script: megatron-stability run [--nproc N] [--cpu] pretrain_gpt.py FLAGS")
     script = Path(rest[0])
@@ -102,7 +116,13 @@ def run_script(argv: Sequence[str]) -> int:
     return _launch(options, rest[1:], script)
 
 
-def _options(name: Literal["pretrain", "run"], argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+def launcher_options(name: Literal["pretrain", "run"], argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    """The launcher's own flags and the plugin's, and what is left.
+
+    Args:
+        name: of the command.
+        argv: everything after it.
+    """
     parser = preflight.OneSentenceParser(
         prog=f"megatron-stability {name}",
         allow_abbrev=False,
@@ -134,7 +154,7 @@ def _start_ranks(options: argparse.Namespace, argv: list[str], script: Path | No
     world = 1 if options.nproc is None else options.nproc
     if not 1 <= world <= MOST_RANKS:
         raise UsageError(f"--nproc {world}: start at least one rank, and at most {MOST_RANKS} on one machine")
-    job = _checked_job(options, argv, script, world)
+    job = checked_job(options, argv, script, world)
     with Ranks(world, fork=options.cpu) as ranks:
         if options.cpu:
             job.prepare()
@@ -157,7 +177,7 @@ def _be_rank(options: argparse.Namespace, argv: list[str], script: Path | None) 
             "ranks here, or use torchrun"
         )
     world = int(size)
-    job = _checked_job(options, argv, script, world)
+    job = checked_job(options, argv, script, world)
     job.prepare()
     complaint = preflight.complaint_about_arguments(job, world) if job.script is None else None
     if complaint:
@@ -166,8 +186,18 @@ def _be_rank(options: argparse.Namespace, argv: list[str], script: Path | None) 
     return EXIT_FINE
 
 
-def _checked_job(options: argparse.Namespace, argv: list[str], script: Path | None, world: int) -> Job:
-    """The job, once everything that needs no Megatron was judged."""
+def checked_job(options: argparse.Namespace, argv: list[str], script: Path | None, world: int) -> Job:
+    """The job, once everything that needs no Megatron was judged.
+
+    Args:
+        options: of `launcher_options`.
+        argv: Megatron's flags.
+        script: None for our own.
+        world: number of ranks.
+
+    Raises:
+        UsageError: what is wrong, and the way out.
+    """
     config = tree.load(overrides=vars(options))
     if options.cpu:
         from megatron_stability.megatron import cpu

@@ -144,10 +144,14 @@ class Runtime:
         """The complaint, if this rank has a layer that can't be hooked, is for every rank to raise."""
         model = self.config.model
         try:
-            where, data = self.ledger_folder(), self.rewinds.data
-            self._weight_hooks = weight_hooks.build(
-                self.config, self.model, self.optimizer, device, where, self._args, data, self.host
+            where = (
+                self.ledger_folder(),
+                self._args,
+                self.rewinds.data,
+                self.host,
+                lambda: self.checkpoints.extra_states,
             )
+            self._weight_hooks = weight_hooks.build(self.config, self.model, self.optimizer, device, *where)
             if self._args.iteration > 0:
                 self._load_hook_states()
             if model.changes_loss:

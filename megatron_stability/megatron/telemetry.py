@@ -77,10 +77,10 @@ class NormsHook:
         self._layers = int(args.num_layers)
         self._counted = [
             (name, parameter)
-            for name, parameter in _once(model, optimizer, int(getattr(args, "num_distributed_optimizer_instances", 1)))
+            for name, parameter in once(model, optimizer, int(getattr(args, "num_distributed_optimizer_instances", 1)))
         ]
-        layer_of = _layer_of(model)
-        self._layer_index = {name: layer_of[name] - 1 for name, _ in self._counted if name in layer_of}
+        layers = layer_of(model)
+        self._layer_index = {name: layers[name] - 1 for name, _ in self._counted if name in layers}
 
     @property
     def signals(self) -> Mapping[str, How]:
@@ -136,7 +136,7 @@ def _squares(parts: list[torch.Tensor]) -> torch.Tensor:
     return torch.stack(list(torch._foreach_norm(parts, 2, dtype=torch.float32))).double().square()
 
 
-def _layer_of(model: Sequence[Any]) -> dict[str, int]:
+def layer_of(model: Sequence[Any]) -> dict[str, int]:
     """The 1-based global number of the decoder layer that a parameter of this rank belongs to, by its name."""
     found: dict[str, int] = {}
     for number, chunk in enumerate(model):
@@ -146,8 +146,17 @@ def _layer_of(model: Sequence[Any]) -> dict[str, int]:
     return found
 
 
-def _once(model: Sequence[Any], optimizer: Any, instances: int) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    """This rank's share of the trainable parameters, such that over all ranks each element is counted once."""
+def once(model: Sequence[Any], optimizer: Any, instances: int) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    """This rank's share of the trainable parameters, such that over all ranks each element is counted once.
+
+    Args:
+        model: Megatron's list of model chunks.
+        optimizer: Megatron's, chained or not.
+        instances: --num-distributed-optimizer-instances.
+
+    Yields:
+        "CHUNK.NAME" and the parameter, of which `master_weights.own_range` counts where its optimizer cuts it.
+    """
     first_instance = (
         instances < 2 or dist.get_rank(parallel_state.get_inter_distributed_optimizer_instance_group()) == 0
     )

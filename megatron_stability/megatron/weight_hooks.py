@@ -3,25 +3,29 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 import torch
+from megatron.core import parallel_state
 
 from megatron_stability.config import StabilityConfig
 from megatron_stability.detect.base import Detector
 from megatron_stability.detect.signals import silent
-from megatron_stability.megatron import qk_clip, replicas
+from megatron_stability.errors import UsageError
+from megatron_stability.megatron import master_weights, qk_clip, replicas
 from megatron_stability.megatron.batch_monitor import BatchHook
 from megatron_stability.megatron.data_iterators import DataIterators
-from megatron_stability.megatron.fp8_hook import Fp8Hook
+from megatron_stability.megatron.fp8_flags import active_transformer_engine
+from megatron_stability.megatron.fp8_hook import Fp8Hook, gather_json
 from megatron_stability.megatron.held_out import HeldOutHook
 from megatron_stability.megatron.host import Host
 from megatron_stability.megatron.model.embedding_clip import EmbeddingClipHook
 from megatron_stability.megatron.model.loss import real_vocab_size
 from megatron_stability.megatron.moe_monitor import MoeHook
 from megatron_stability.megatron.replicas import ReplicaHook
+from megatron_stability.megatron.sketch_hook import SketchHook
 from megatron_stability.megatron.telemetry import NormsHook, StepHook
 from megatron_stability.observe.reduction import How
 from megatron_stability.records import AttentionTable, StepRecord
@@ -81,8 +85,23 @@ def build(
     args: Namespace,
     data: DataIterators,
     host: Host,
+    loaded: Callable[[], Mapping[str, Any]],
 ) -> list[WeightHook]:
     """The hooks that the configuration asks for. No collective, so that a rank may fail alone and say so.
+
+    Args:
+        config: the validated tree.
+        model: Megatron's model chunks.
+        optimizer: Megatron's.
+        device: of the signals.
+        folder: of the ledger.
+        args: Megatron's.
+        data: the iterators.
+        host: the loop around the core.
+        loaded: what Transformer Engine's modules had in the checkpoint that was loaded last.
+
+    Returns:
+        Those of this run, in one order on every rank.
 
     Raises:
         UsageError: a layer of this rank can't be measured or clipped; names it.
@@ -96,11 +115,38 @@ def build(
         hooks.append(EmbeddingClipHook(config.model.embedding_norm_clip, model, optimizer))
     if config.fp8.emulate != "none":
         hooks.append(Fp8Hook(config.fp8, model, device, folder, args))
-    if getattr(args, "fp8", None) and args.transformer_impl == "transformer_engine":
-        from megatron_stability.transformer_engine.hook import TransformerEngineHook
-
-        hooks.append(TransformerEngineHook(model, device, args.fp8_margin))
+    if config.observe.sketch.every:
+        hooks.append(SketchHook(config.observe.sketch.every, model, optimizer, device, folder, args))
+    if active_transformer_engine(args):
+        hooks.append(_transformer_engine_hook(config, model, device, folder, args, loaded))
     return hooks
+
+
+def _transformer_engine_hook(
+    config: StabilityConfig,
+    model: Sequence[Any],
+    device: torch.device,
+    folder: Path,
+    args: Namespace,
+    loaded: Callable[[], Mapping[str, Any]],
+) -> WeightHook:
+    from megatron_stability.transformer_engine.hook import Run, TransformerEngineHook
+
+    run = Run(
+        recipe=args.fp8_recipe,
+        margin=args.fp8_margin,
+        sample_every=config.fp8.sample_every,
+        recalibrate=config.fp8.recalibrate,
+        keep_amax_after_skips=config.fp8.keep_amax_after_skips,
+        iteration=lambda: int(args.iteration),
+        loaded=loaded,
+        stage=parallel_state.get_pipeline_model_parallel_rank(),
+        stage_group=parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True),
+        gather=lambda own: gather_json(own, parallel_state.get_pipeline_model_parallel_group(), device),
+        folder=folder,
+        speaks=args.rank == 0,
+    )
+    return TransformerEngineHook(model, device, run)
 
 
 def say(args: Namespace, what: str) -> None:
@@ -155,3 +201,10 @@ def refuse_what_cannot_work(config: StabilityConfig, args: Namespace) -> None:
     """
     qk_clip.refuse_what_cannot_work(config, args)
     replicas.refuse_what_cannot_work(config, args)
+    if config.observe.sketch.every:
+        feature = "observe.sketch.every"
+        master_weights.refuse_what_has_no_plain_copies(args, feature)
+        if args.use_precision_aware_optimizer:
+            raise UsageError(
+                f"{feature} with --use-precision-aware-optimizer: its masters are no plain fp32 tensors; set it to 0"
+            )

@@ -193,13 +193,15 @@ def _set(stability: StabilityConfig, args: BridgeArgs) -> list[str]:
         )
     if container.rerun_state_machine.rerun_mode == "disabled" and stability.record.batch:
         lines.append("rerun_state_machine.rerun_mode is disabled: incident bundles hold neither tokens nor generators")
-    return lines + _inspect_tensors(args)
+    return lines + _inspect_tensors(stability, args)
 
 
-def _inspect_tensors(args: BridgeArgs) -> list[str]:
+def _inspect_tensors(stability: StabilityConfig, args: BridgeArgs) -> list[str]:
     """Sampled FP8 statistics of Transformer Engine's own, unless the recipe has a section for them."""
     container = args.container
-    if not getattr(args, "fp8", None) or container.tensor_inspect is not None:
+    if stability.fp8.inspect and container.tensor_inspect is not None and container.tensor_inspect.enabled:
+        raise UsageError("stability.fp8.inspect with tensor_inspect: both would start nvdlfw-inspect; keep one")
+    if not getattr(args, "fp8", None) or container.tensor_inspect is not None or stability.fp8.inspect:
         return []
     if find_spec("nvdlfw_inspect") is None:
         return ["FP8 statistics of Transformer Engine are not logged: nvdlfw-inspect is not installed"]

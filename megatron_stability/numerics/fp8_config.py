@@ -20,6 +20,9 @@ class Fp8(Section):
     )
     fp32_scales: bool = Field(False, description="block: scales that are no powers of two")
     sample_every: int = Field(100, ge=1, description="steps between two exact counts of saturation and underflow")
+    inspect: bool = Field(
+        False, description="Transformer Engine: sampled counts too, through nvdlfw-inspect and TE's debug path"
+    )
     keep_amax_after_skips: int = Field(
         3, ge=1, description="skips in a row with a stale scale after which the new amax is kept"
     )

@@ -48,6 +48,14 @@ class Replicas(Section):
         return self.weights_every > 0 and (saves or step % self.weights_every == 0)
 
 
+class Sketch(Section):
+    """Projections of each layer's weights and gradient, by which `compare` tells how alike two runs' updates are."""
+
+    every: int = Field(
+        0, ge=0, description="steps between two sketches of weights and gradients, beside steps 1 and 2; 0: never"
+    )
+
+
 class Batch(Section):
     """Scores of the tokens of each batch."""
 
@@ -62,6 +70,7 @@ class Observe(Section):
     norms: Norms = Norms()
     moe: Moe = Moe()
     replicas: Replicas = Replicas()
+    sketch: Sketch = Sketch()
     batch: Batch = Batch()
 
 

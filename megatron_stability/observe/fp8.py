@@ -17,6 +17,10 @@ from megatron_stability.observe.reduction import Combine
 from megatron_stability.records import encode_float
 from megatron_stability.sites import Site
 
+#: Fewer binades than these between a tensor's amax and the least normal value of its format are too few. Values at a
+#: tensor's rms carry its products; amax / rms is about 4 for a Gaussian and up to 1000 where activations have massive
+#: outliers (Sun et al., arXiv:2402.17762). E4M3 has 14.8 binades, E5M2 29.8. The detector's default, too.
+LEAST_BINADES = 10.0
 _WARM = 8  # accepted steps before an amax has a history to be compared with
 
 #: From where on a signal's value is worth a place; the detectors' mildest defaults.
@@ -33,6 +37,7 @@ def _ways() -> dict[str, Combine]:
     ways: dict[str, Combine] = {"fp8/gemms": "sum", "fp8/fallbacks": "sum"}
     for name in BEYOND:
         ways[name], ways[f"{name}/at"] = "max", "min"
+    ways["fp8/binades"], ways["fp8/binades/at"] = "min", "min"
     return ways
 
 
@@ -61,6 +66,26 @@ def worst(name: str, values: torch.Tensor, orders: torch.Tensor) -> dict[str, to
     return {
         name: torch.where(largest.isneginf(), nothing, largest),
         f"{name}/at": torch.where(first.isinf(), nothing, first),
+    }
+
+
+def binades(
+    amax: torch.Tensor, scale: torch.Tensor, least_normal: torch.Tensor, orders: torch.Tensor
+) -> dict[str, torch.Tensor]:
+    """Fewest binades from the least normal value to a tensor's amax, and the first site with fewer than are enough.
+
+    Args:
+        amax: [n] of the step; 0 where a tensor had no element.
+        scale: [n] with which it was quantized; exactly 1 before delayed scaling has set one.
+        least_normal: [n] of each tensor's format.
+        orders: [n] float64, `Site.order` of each.
+    """
+    left = (amax.double() * scale.double() / least_normal.double()).log2()
+    left = torch.where((amax > 0) & amax.isfinite() & (scale != 1), left, math.inf)
+    least, first = left.amin(), torch.where(left < LEAST_BINADES, orders, math.inf).amin()
+    return {
+        name: torch.where(value.isinf(), math.nan, value)
+        for name, value in (("fp8/binades", least), ("fp8/binades/at", first))
     }
 
 

@@ -3,13 +3,13 @@
 2.9 - 2.14   global buffers are class attributes of `FP8GlobalStateManager`
 2.15 - 2.20  they stand in `FP8GlobalStateManager.quantization_state`
 all          a module's delayed scaling: `fp8_meta["scaling_fwd" | "scaling_bwd"]` with `amax_history` [L, n] and
-             `scale` [n]; slots input, weight, output (forward), grad_output, grad_input (backward)
+             `scale` [n]; slots input, weight, output (forward), grad_output, grad_input (backward), again for each of
+             a module's GEMMs (the experts of GroupedLinear, fc1 and fc2 of LayerNormMLP)
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from typing import Any
@@ -18,10 +18,13 @@ import torch
 from packaging.version import Version
 
 from megatron_stability.errors import UsageError
+from megatron_stability.numerics.fp8_formats import E4M3, E5M2
+from megatron_stability.sites import Site
 
 OLDEST, NEWEST = Version("2.9"), Version("2.20")
 STATE_MOVED = Version("2.15")
 _SLOTS = {"input": ("scaling_fwd", 0), "weight": ("scaling_fwd", 1), "grad_output": ("scaling_bwd", 0)}
+_SLOTS_OF_A_GEMM = {"scaling_fwd": 3, "scaling_bwd": 2}
 
 
 @dataclass(frozen=True)
@@ -29,12 +32,14 @@ class TensorState:
     """Delayed scaling's state of one tensor: tensors of one element on the device, and the history's length.
 
     Attributes:
+        gemm: 0-based, of the module's.
         tensor: input, weight or grad_output.
         staged: amax since the last reduction (row 0).
         amax: newest reduced amax; with a history of 1 TE keeps none, and it is what the scale says.
         scale: the multiplier.
     """
 
+    gemm: int
     tensor: str
     staged: torch.Tensor
     amax: torch.Tensor
@@ -75,69 +80,100 @@ def global_state() -> Any:
 
     holder = FP8GlobalStateManager
     if version() >= STATE_MOVED:
-        holder = _attribute(holder, "quantization_state")
+        holder = attribute(holder, "quantization_state")
     for name in ("global_amax_buffer", "global_amax_history_buffer", "global_scale_buffer"):
-        _attribute(holder, name)
+        attribute(holder, name)
     return holder
 
 
-def fp8_modules(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
-    """(name, module) of TE's modules that run GEMMs in FP8 now: built, and quantizing rather than calibrating."""
+def gemm_modules(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
+    """(name, module) of TE's modules that could run GEMMs in FP8; attention has FP8 state too, and no weights."""
+    from transformer_engine.pytorch import GroupedLinear, LayerNormLinear, LayerNormMLP, Linear
+
     for name, module in model.named_modules():
-        if hasattr(module, "fp8_meta") and getattr(module, "fp8", False):
+        if isinstance(module, Linear | LayerNormLinear | LayerNormMLP | GroupedLinear):
             yield name, module
 
 
-def gemm_modules(model: torch.nn.Module) -> list[str]:
-    """Names of TE's modules that could run GEMMs in FP8."""
-    return [name for name, module in model.named_modules() if hasattr(module, "fp8_meta")]
+def runs_in_fp8(module: Any) -> bool:
+    """Whether one of `gemm_modules` ran its last step in FP8: quantizing, rather than calibrating."""
+    return bool(attribute(module, "fp8"))
+
+
+def site(name: str, module: Any, gemm: int, tensor: str, layer_numbers: Mapping[str, int]) -> Site:
+    """Where one of a module's GEMMs stands.
+
+    Args:
+        name: the module's qualified name in its chunk.
+        module: it.
+        gemm: 0-based: the local expert of a GroupedLinear, fc1 or fc2 of a LayerNormMLP.
+        tensor: of `sites.TENSORS`.
+        layer_numbers: as `Site.of` takes them.
+    """
+    at = Site.of(name, layer_numbers)
+    if hasattr(module, "fc1_weight"):
+        return Site(at.layer, f"linear_fc{gemm + 1}", tensor, at.expert)
+    return Site(at.layer, at.module, tensor, gemm if hasattr(module, "weight0") else at.expert)
+
+
+def gemm_suffixes(module: Any) -> tuple[str, ...]:
+    """What TE's debug path appends to a module's name for each of its GEMMs (`_get_debug_quantizers`)."""
+    if hasattr(module, "fc1_weight"):
+        return ".fc1", ".fc2"
+    if hasattr(module, "weight0"):
+        return tuple(f".gemm_{gemm}" for gemm in range(attribute(module, "num_gemms")))
+    return ("",)
+
+
+def state_tensors(module: Any) -> list[torch.Tensor]:
+    """A module's scales and amax histories, in one order; TE changes them in place. Empty without delayed scaling."""
+    states = [module.fp8_meta.get(key) for key in _SLOTS_OF_A_GEMM]
+    return [
+        attribute(state, name)
+        for state in states
+        if hasattr(state, "amax_history")
+        for name in ("scale", "amax_history")
+    ]
+
+
+def settled(module: Any) -> list[torch.Tensor]:
+    """`state_tensors` without row 0 of the histories, which holds what this rank has not reduced yet."""
+    return [tensor if tensor.dim() == 1 else tensor[1:] for tensor in state_tensors(module)]
+
+
+def is_initial(settled_tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether scaling state is as TE makes it: scales of 1, empty histories. A step changes all that it uses."""
+    return all(bool((each == (1.0 if each.dim() == 1 else 0.0)).all()) for each in settled_tensors)
 
 
 def delayed(module: Any, margin: int = 0) -> list[TensorState]:
-    """Delayed scaling's state of a module's first GEMM; empty for recipes without state.
+    """Delayed scaling's state of a module's GEMMs; empty for recipes without state.
 
     Args:
         module: a TE module.
         margin: the recipe's.
 
     Returns:
-        One entry a tensor, in the order input, weight, grad_output.
+        One entry a tensor, GEMM by GEMM, in the order input, weight, grad_output.
 
     Raises:
         UsageError: something moved; names it.
     """
+    states = {key: state for key in _SLOTS_OF_A_GEMM if hasattr(state := module.fp8_meta.get(key), "amax_history")}
+    if not states:
+        return []
+    some = next(iter(states))
     found = []
-    for tensor, (key, slot) in _SLOTS.items():
-        state = module.fp8_meta.get(key)
-        if state is None or not hasattr(state, "amax_history"):
-            continue
-        history, scale = _attribute(state, "amax_history"), _attribute(state, "scale")
-        fmt_max = 448.0 if key == "scaling_fwd" or _is_e4m3(module) else 57344.0
-        newest = history[-1, slot] if history.shape[0] > 1 else fmt_max / (scale[slot] * 2**margin)
-        found.append(TensorState(tensor, history[0, slot], newest, scale[slot]))
+    for gemm in range(attribute(states[some], "scale").numel() // _SLOTS_OF_A_GEMM[some]):
+        for tensor, (key, first) in _SLOTS.items():
+            if key not in states:
+                continue
+            slot = first + gemm * _SLOTS_OF_A_GEMM[key]
+            history, scale = states[key].amax_history, attribute(states[key], "scale")
+            fmt = E4M3 if key == "scaling_fwd" or _is_e4m3(module) else E5M2
+            newest = history[-1, slot] if history.shape[0] > 1 else fmt.max / (scale[slot] * 2**margin)
+            found.append(TensorState(gemm, tensor, history[0, slot], newest, scale[slot]))
     return found
-
-
-def current(quantized: Any, fmt_max: float) -> torch.Tensor:
-    """[1] amax of a tensor quantized by current scaling, from its inverse scale.
-
-    Args:
-        quantized: TE's tensor.
-        fmt_max: largest value of its format.
-
-    Returns:
-        The amax, on the tensor's device.
-
-    Raises:
-        UsageError: TE's tensor has no `_scale_inv` any more.
-    """
-    inverse: torch.Tensor = _attribute(quantized, "_scale_inv")
-    return inverse * fmt_max
-
-
-def extra_state_is_empty(state: torch.Tensor | None) -> bool:
-    """Whether a module's `_extra_state` in a checkpoint holds nothing: right for recipes without state only."""
-    return state is None or math.prod(state.shape) == 0
 
 
 def _is_e4m3(module: Any) -> bool:
@@ -145,7 +181,12 @@ def _is_e4m3(module: Any) -> bool:
     return recipe is not None and str(recipe.fp8_format).endswith("E4M3")
 
 
-def _attribute(holder: Any, name: str) -> Any:
+def attribute(holder: Any, name: str) -> Any:
+    """`holder.name`.
+
+    Raises:
+        UsageError: this TE has it no more; names it.
+    """
     try:
         return getattr(holder, name)
     except AttributeError:

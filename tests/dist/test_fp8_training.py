@@ -93,49 +93,73 @@ def test_an_activation_outlier_and_a_shrunken_gradient_are_seen_in_their_step(
     assert Site.at(rise["fp8/saturation/at"]) == Site(3, "linear_fc1", "input")
     assert again["fp8/amax_rise"] < 16, "a withheld step leaves no trace"
     assert 3e3 < fall["fp8/amax_fall"] < 1e5
-    assert Site.at(fall["fp8/amax_fall/at"]).tensor == "grad_output"
+    assert Site.at(fall["fp8/amax_fall/at"]) == Site(4, "linear_fc2", "grad_output"), "where a backward begins"
     assert fall["fp8/underflow"] > 5 * calm["fp8/underflow"]
 
 
-def resumed(context: Context, folder: str) -> Any:
+def resumed(context: Context, folder: str, where: dict[str, Any]) -> Any:
     import copy
     import json
 
-    where = small.layout(1, **DELAYED)
-    fp8 = Fp8(emulate="delayed")
-    run = Run(context, where, fp8, folder)
+    run = Run(context, where, Fp8(emulate="delayed"), folder)
     for _ in range(3):
         run.step()
         assert not run.hook.history[0].any(), "an amax stays staged over the step's end, where ranks differ in it"
-    saved = json.loads(json.dumps(run.hook.state_dict()))
-    weights, optimizer, data = run.chunks[0].state_dict(), run.optimizer.state_dict(), run.data.get_state()
-    saved_rest = copy.deepcopy((weights, optimizer, data))
-    for _ in range(3):
+    before = run.scales()
+    run.step(update=False)
+    assert run.scales() == before, "a withheld step leaves no trace"
+    text = json.dumps(run.hook.state_dict())
+    saved = json.loads(text)
+    weights = [chunk.state_dict() for chunk in run.chunks]
+    saved_rest = copy.deepcopy((weights, run.optimizer.state_dict(), run.data.get_state()))
+    losses = len(run.losses)
+    for _ in range(2):
         run.step()
-    outcomes = [run.losses[6:]]
-    for state in (saved, None):
-        other = Run(context, where, fp8, folder)
+    outcomes = [(run.losses[losses:], run.scales())]
+    for state, recalibrate in ((saved, 0), (None, 1)):
+        other = Run(context, where, Fp8(emulate="delayed", recalibrate=recalibrate), folder)
         weights, optimizer, data = copy.deepcopy(saved_rest)
-        other.chunks[0].load_state_dict(weights)
+        for chunk, part in zip(other.chunks, weights, strict=True):
+            chunk.load_state_dict(part)
         other.optimizer.load_state_dict(optimizer)
         other.data.set_state(data)
-        if state is not None:
-            other.hook.load_state_dict(state)
-        for _ in range(3):
-            other.step()
-        outcomes.append(other.losses)
+        other.hook.load_state_dict(state)
+        signals = [other.step() for _ in range(2)]
+        outcomes.append((other.losses, other.scales()))
+    quantized = [step["fp8/gemms"] - step["fp8/fallbacks"] for step in signals]
+    strict = Run(context, where, Fp8(emulate="delayed"), folder).hook
     with pytest.raises(UsageError, match="has no FP8 scaling state for delayed scaling"):
-        other.hook.load_state_dict(None)
-    del saved["linears"]["2/-1/linear_fc1"]
-    with pytest.raises(UsageError, match="lacks the FP8 scaling state of layer 2 linear_fc1"):
-        other.hook.load_state_dict(saved)
-    return outcomes
+        strict.load_state_dict(None)
+    site = strict.sites[-1]
+    del saved["linears"][f"{site.layer}/{site.expert}/{site.module}"]
+    with pytest.raises(UsageError, match=f"lacks the FP8 scaling state of {str(site).removesuffix(' grad_output')};"):
+        strict.load_state_dict(saved)
+    return outcomes, quantized, str(site), text
 
 
-def test_resume_is_bit_identical_with_the_state_and_not_without(megatron_ranks: Pool, tmp_path: Any) -> None:
-    ((uninterrupted, with_state, without),) = megatron_ranks.run(resumed, str(tmp_path), world=1, timeout=300)
-    assert with_state == uninterrupted
-    assert without != uninterrupted
+EXPERTS = {"num_moe_experts": 4, "moe_router_topk": 2, "moe_router_load_balancing_type": "none"}
+EXPERTS |= {"moe_token_dispatcher_type": "alltoall"}
+STAGED = small.layout(4, pp=2, vpp=2, ep=2, **EXPERTS, **DELAYED)
+
+
+@pytest.mark.parametrize("where", [small.layout(1, **DELAYED), STAGED], ids=["one", "pp2-vpp2-ep2"])
+def test_resume_is_bit_identical_with_the_state_and_not_without(
+    megatron_ranks: Pool, tmp_path: Any, where: dict[str, Any]
+) -> None:
+    """Chunks, stages and experts have states of their own; without them, one step sets the scales anew."""
+    results = megatron_ranks.run(resumed, str(tmp_path), where, world=where["world"], timeout=300)
+    assert len({text for *_, text in results}) == 1, "one rank's state is what the checkpoint keeps"
+    for (uninterrupted, with_state, without), quantized, last, _ in results:
+        assert with_state == uninterrupted
+        assert without != uninterrupted
+        assert quantized[0] == 0, "the recalibrating step runs without quantization"
+        assert quantized[1] > 0
+        assert ("expert" in last) is (where is STAGED)
+    if where is STAGED:
+        scales = [outcomes[0][1] for outcomes, *_ in results]
+        assert scales[0] == scales[1], "experts of one local number share their scale over the amax group, as in TE"
+        assert scales[2] == scales[3]
+        assert not scales[0].keys() & scales[2].keys()
 
 
 def skips(context: Context, folder: str) -> Any:

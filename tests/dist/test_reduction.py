@@ -7,7 +7,10 @@ import torch
 
 from megatron_stability.detect import build
 from megatron_stability.detect.config import Detect
+from megatron_stability.numerics.fp8_formats import E4M3
+from megatron_stability.numerics.fp8_stats import tensor_stats
 from megatron_stability.observe.fingerprint import digest
+from megatron_stability.observe.fp8_samples import AMAX, gather
 from megatron_stability.observe.reduction import LocalSignals, Reduction, chained
 from megatron_stability.observe.wide import Layers, Replicas, fold
 from megatron_stability.records import Action, Decision, Verdict
@@ -61,3 +64,19 @@ def test_every_rank_names_the_rank_with_a_flipped_bit_and_the_one_that_went_apar
     assert apart is not None
     assert f"of {named} differ" in flipped
     assert "past decisions of rank 1" in apart
+
+
+def fp8_counts(context: Context) -> tuple[tuple[float, ...], ...]:
+    """Ranks 0, 1 are one pipeline stage, 2, 3 the next; each rank has its own shard of its stage's tensors."""
+    groups = [torch.distributed.new_group([0, 1]), torch.distributed.new_group([2, 3])]
+    stage, shard = divmod(context.rank, 2)
+    values = torch.full((10 + 90 * shard,), 900.0 if stage == 0 and shard == 0 else 1.0)
+    counts = torch.stack([tensor_stats(values, torch.ones(1), E4M3)])
+    found = gather(counts, counts[:, AMAX], torch.tensor([2.0 + shard]), groups[stage])
+    (stats,) = found.stats
+    return (float(stats.elements), stats.saturation), found.amax, found.scale
+
+
+def test_fp8_counts_are_of_one_stage_and_by_elements(ranks: Pool) -> None:
+    first, second = ((110.0, 10 / 110), (900.0,), (2.0,)), ((110.0, 0.0), (1.0,), (2.0,))
+    assert ranks.run(fp8_counts, world=4, timeout=60) == [first, first, second, second]

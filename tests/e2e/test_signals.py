@@ -12,7 +12,7 @@ import torch
 
 from megatron_stability.detect.signals import SIGNALS
 from megatron_stability.megatron.prepare_data import Options, prepare
-from megatron_stability.record import entries, generations
+from megatron_stability.record import entries, generations, sketches
 from megatron_stability.records import Decision, StepRecord
 from tests.dist.pool import Pool
 from tests.e2e import jobs
@@ -22,6 +22,7 @@ pytestmark = pytest.mark.megatron
 OFTEN = (
     *("--stability-observe-norms-layers-every", "2", "--stability-observe-norms-params-every", "2"),
     *("--stability-observe-moe-every", "1", "--stability-observe-replicas-weights-every", "2"),
+    *("--stability-observe-sketch-every", "2"),
 )
 EP2 = ("--expert-model-parallel-size", "2")
 ELSEWHERE = ("attention/", "qk_", "fp8/", "ranks/compute", "held_out/<")  # other tests' runs
@@ -84,7 +85,7 @@ def _run(pool: Pool, out: Path, world: int, probe: Any, *flags: str) -> list[lis
     return [seen for _, seen in results]
 
 
-@pytest.mark.parametrize(("layout", "world"), [((), 1), ((*jobs.TP2, *jobs.PP2), 4)])
+@pytest.mark.parametrize(("layout", "world"), [((), 2), ((*jobs.TP2, *jobs.PP2), 4)])
 def test_norms_of_layers_and_weights_are_those_of_the_whole_model(
     pools: dict[tuple[str, str], Pool], tmp_path: Path, layout: tuple[str, ...], world: int
 ) -> None:
@@ -100,6 +101,11 @@ def test_norms_of_layers_and_weights_are_those_of_the_whole_model(
         assert signals["param_norm"] == pytest.approx(_total(weights), rel=1e-3)  # ours is of the fp32 masters
         assert signals["embedding_norm"] == pytest.approx(_total(weights, "module.module.embedding"), rel=1e-3)
         assert "param_norm" not in seen[0][step - 1].signals, "norms are measured on every second step only"
+        rows = sketches.read(tmp_path)[step + 1]
+        for sketch, whole in ((rows.gradients, layers), (rows.weights, [_total(weights, f"layer{n}") for n in (1, 2)])):
+            for row, norm in zip(sketch[1:], whole, strict=True):
+                assert math.hypot(*row) == pytest.approx(norm, rel=0.3), "lengths are kept within 6 %, one sigma"
+    assert list(sketches.read(tmp_path)) == [1, 2, 4]
 
 
 def test_a_run_fills_every_signal_inside_the_one_collective(pools: dict[tuple[str, str], Pool], tmp_path: Path) -> None:
@@ -123,6 +129,8 @@ def test_a_run_fills_every_signal_inside_the_one_collective(pools: dict[tuple[st
     assert 0 <= fourth["data/repeated"] < 1
     assert 0 < fourth["data/entropy"] <= math.log(64)
     assert fourth["param_norm"] == pytest.approx(_total([rank[3].weights for rank in seen]), rel=1e-3)
+    rows = sketches.read(tmp_path)[4].weights
+    assert math.hypot(*(x for row in rows for x in row)) == pytest.approx(fourth["param_norm"], rel=0.2), "each once"
 
 
 class Flip(Norms):

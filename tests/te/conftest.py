@@ -1,6 +1,7 @@
 """These tests run in the environment that ci/te_env.sh makes, and only there."""
 
 import importlib.util
+from collections.abc import Iterator
 
 import pytest
 
@@ -13,7 +14,12 @@ else:
 
 
 @pytest.fixture(autouse=True)
-def _fresh_global_state() -> None:
+def _fresh_global_state() -> Iterator[None]:
+    import nvdlfw_inspect.api as api
+    from transformer_engine.debug.pytorch.debug_state import TEDebugState
     from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
     FP8GlobalStateManager.reset()
+    yield
+    api.end_debug()
+    TEDebugState._reset()  # remembers whether the first module was built with or without nvdlfw-inspect

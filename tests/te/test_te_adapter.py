@@ -1,40 +1,29 @@
-"""The adapter on TE's own recipe state and global buffers, in every pinned version."""
+"""The adapter on TE's own modules, recipe states and global buffers, in every pinned version."""
 
 from types import SimpleNamespace
 
 import pytest
 import torch
-from transformer_engine.common.recipe import DelayedScaling, Format
-from transformer_engine.pytorch import quantization
-from transformer_engine.pytorch.quantization import DelayedScalingRecipeState, FP8GlobalStateManager
+from transformer_engine.pytorch import DotProductAttention, quantization
+from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
 from megatron_stability.errors import UsageError
+from megatron_stability.sites import Site
 from megatron_stability.transformer_engine import adapter
-
-
-class FakeLinear(torch.nn.Module):
-    """A module's FP8 attributes, with TE's own recipe states."""
-
-    def __init__(self, length: int) -> None:
-        super().__init__()
-        self.recipe = DelayedScaling(amax_history_len=length, fp8_format=Format.HYBRID, amax_compute_algo="max")
-        states = {
-            "scaling_fwd": DelayedScalingRecipeState(self.recipe, mode="forward", num_quantizers=3, device="cpu"),
-            "scaling_bwd": DelayedScalingRecipeState(self.recipe, mode="backward", num_quantizers=2, device="cpu"),
-        }
-        self.fp8 = True
-        self.fp8_meta = {"recipe": self.recipe, "fp8_group": None, **states}
+from megatron_stability.transformer_engine.hook import TransformerEngineHook
+from tests.te import modules
+from tests.te.runs import a_run
 
 
 @pytest.mark.parametrize("length", [1, 4])
 def test_delayed_state_is_read_after_tes_own_update(length: int) -> None:
-    module = FakeLinear(length)
+    module = modules.linear(modules.delayed_recipe(length))
     module.fp8_meta["scaling_fwd"].amax_history[0] = torch.tensor([2.0, 0.5, 0.0])
     module.fp8_meta["scaling_bwd"].amax_history[0] = torch.tensor([8.0, 0.0])
     assert [float(s.staged) for s in adapter.delayed(module)] == [2.0, 0.5, 8.0]
     for key, largest in (("scaling_fwd", 448.0), ("scaling_bwd", 57344.0)):
         state = module.fp8_meta[key]
-        quantization._amax_and_scale_update(state.amax_history, state.scale, largest, module.recipe)
+        quantization._amax_and_scale_update(state.amax_history, state.scale, largest, module.fp8_meta["recipe"])
     states = adapter.delayed(module)
     assert [s.tensor for s in states] == ["input", "weight", "grad_output"]
     assert [float(s.amax) for s in states] == [2.0, 0.5, 8.0]
@@ -42,8 +31,35 @@ def test_delayed_state_is_read_after_tes_own_update(length: int) -> None:
     assert [float(s.staged) for s in states] == [0.0, 0.0, 0.0]
 
 
+def test_every_gemm_of_a_module_is_read_from_the_slot_of_its_own_quantizer() -> None:
+    """Experts of GroupedLinear, fc1 and fc2 of LayerNormMLP: the scales that TE gave to its quantizers."""
+    for module in (modules.grouped(modules.delayed_recipe()), modules.mlp(modules.delayed_recipe())):
+        for key in ("scaling_fwd", "scaling_bwd"):
+            scale = module.fp8_meta[key].scale
+            scale.copy_(torch.arange(1.0, scale.numel() + 1) * (1 if key == "scaling_fwd" else 100))
+        states = adapter.delayed(module)
+        assert [(s.gemm, s.tensor) for s in states] == [
+            (g, t) for g in (0, 1) for t in ("input", "weight", "grad_output")
+        ]
+        for state in states:
+            backward = state.tensor == "grad_output"
+            slot = state.gemm * (2 if backward else 3) + (state.tensor == "weight")
+            quantizer = module.quantizers["scaling_bwd" if backward else "scaling_fwd"][slot]
+            assert float(state.scale) == float(quantizer.scale)
+
+
+def test_sites_say_which_expert_and_which_of_an_mlps_linears() -> None:
+    numbers = {"decoder.layers.0": 5}
+    experts, mlp = modules.grouped(modules.delayed_recipe()), modules.mlp(modules.delayed_recipe())
+    name = "decoder.layers.0.mlp.experts.linear_fc2"
+    assert adapter.site(name, experts, 1, "input", numbers) == Site(5, "linear_fc2", "input", 1)
+    assert adapter.site("decoder.layers.0.mlp", mlp, 1, "weight", numbers) == Site(5, "linear_fc2", "weight")
+    assert adapter.gemm_suffixes(experts) == (".gemm_0", ".gemm_1")
+    assert adapter.gemm_suffixes(mlp) == (".fc1", ".fc2")
+
+
 def test_global_buffers_are_where_this_version_has_them() -> None:
-    module = FakeLinear(2)
+    module = modules.linear(modules.delayed_recipe(2))
     FP8GlobalStateManager.add_fp8_tensors_to_global_buffer(module.fp8_meta)
     buffers = adapter.global_state().global_scale_buffer
     held = [scale for scales in buffers.values() for scale in scales]
@@ -69,29 +85,27 @@ def test_an_unknown_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
             adapter.version()
 
 
-def test_only_modules_in_fp8_count_as_fp8() -> None:
-    model = torch.nn.Sequential(FakeLinear(1), FakeLinear(1), torch.nn.Linear(2, 2))
-    model[1].fp8 = False
-    assert [name for name, _ in adapter.fp8_modules(model)] == ["0"]
-    assert adapter.gemm_modules(model) == ["0", "1"]
+def test_attention_has_fp8_state_and_is_no_gemm(monkeypatch: pytest.MonkeyPatch) -> None:
+    attention = DotProductAttention.__new__(DotProductAttention)
+    torch.nn.Module.__init__(attention)
+    attention.fp8_meta, attention.fp8 = {}, False
+    chunk = modules.chunk(linear_fc1=modules.linear(), norm=modules.with_norm(modules.delayed_recipe()), core=attention)
+    found = dict(adapter.gemm_modules(chunk))
+    assert [name.rpartition(".")[2] for name in found] == ["linear_fc1", "norm"]
+    assert [adapter.runs_in_fp8(module) for module in found.values()] == [False, True]
 
 
-def test_the_hook_counts_gemms_and_reports_a_rise() -> None:
-    from megatron_stability.sites import Site
-    from megatron_stability.transformer_engine.hook import TransformerEngineHook
-
-    layer = torch.nn.Module()
-    layer.layer_number, layer.linear_fc1, layer.linear_fc2 = 5, FakeLinear(4), FakeLinear(4)
-    layer.linear_fc2.fp8 = False
-    chunk = torch.nn.Module()
-    chunk.layer = layer
-    hook = TransformerEngineHook([chunk], torch.device("cpu"))
-    forward = layer.linear_fc1.fp8_meta["scaling_fwd"]
+def test_the_hook_counts_gemms_reports_a_rise_and_names_modules_as_checkpoints_do() -> None:
+    hot, cold = modules.linear(modules.delayed_recipe()), modules.linear()
+    hook = TransformerEngineHook([modules.chunk(linear_fc1=hot, linear_fc2=cold)], modules.CPU, a_run())
+    assert (hot.name, cold.name) == ("decoder.layers.4.mlp.linear_fc1", "decoder.layers.4.mlp.linear_fc2")
+    forward = hot.fp8_meta["scaling_fwd"]
     for amax in [2.0] * 8 + [200.0]:
+        hook.step_begins(1)
         forward.amax_history[0] = torch.tensor([amax, 1.0, 0.0])
-        quantization._amax_and_scale_update(forward.amax_history, forward.scale, 448.0, layer.linear_fc1.recipe)
+        quantization._amax_and_scale_update(forward.amax_history, forward.scale, 448.0, hot.fp8_meta["recipe"])
         signals = {name: float(value) for name, value in hook.observe().items()}
-        hook.update_done(None, amax == 2.0)
+        hook.update_done(SimpleNamespace(step=1), amax == 2.0)
     assert (signals["fp8/gemms"], signals["fp8/fallbacks"]) == (2.0, 1.0)
     assert signals["fp8/amax_rise"] == pytest.approx(100.0)
     assert Site.at(signals["fp8/amax_rise/at"]) == Site(5, "linear_fc1", "input")

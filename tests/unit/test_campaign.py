@@ -31,13 +31,13 @@ def test_a_rank_that_goes_apart_is_named_and_the_run_still_ends_well(tmp_path: P
 def test_no_planned_save_holds_what_a_wrong_rank_gave_to_all(tmp_path: Path) -> None:
     faults, killed = (Fault("wrong", 26, 2), Fault("nan", 40, 1)), (Stop("kill", 29, "at the gate"),)  # saved at 28
     outcome = simulated.Job(Scenario(6, 3, 50, faults, killed), tmp_path).run()
-    assert (outcome[:5], outcome.halts, outcome.hidden) == (CLEAN, 1, 0)
+    assert (outcome[:5], outcome.halts, outcome.suspect) == (CLEAN, 1, 0)
 
 
-def test_what_an_unplanned_save_hides_is_counted(tmp_path: Path) -> None:
+def test_an_unplanned_save_of_a_wrong_rank_is_suspect_and_not_resumed_from(tmp_path: Path) -> None:
     faults, signalled = (Fault("wrong", 31, 2), Fault("nan", 40, 1)), (Stop("sigterm", 34),)
     outcome = simulated.Job(Scenario(6, 3, 50, faults, signalled), tmp_path).run()
-    assert (outcome[:5], outcome.halts, outcome.hidden) == (CLEAN, 0, 1)
+    assert (outcome[:5], outcome.halts, outcome.suspect) == (CLEAN, 1, 1)
 
 
 @pytest.mark.parametrize(("every", "due"), [(0, set()), (5, {5, 7, 10}), (1000, {7})])

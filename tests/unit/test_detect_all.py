@@ -233,6 +233,7 @@ def test_plateau() -> None:
         (limits.AttentionEntropy, "attention/min_entropy", 0.5, 0.0, Tier.SMALL),
         (limits.Fp8Saturation, "fp8/saturation", 1e-4, 0.02, Tier.MEDIUM),
         (limits.Fp8Underflow, "fp8/underflow", 0.05, 0.2, Tier.WATCH),
+        (limits.Fp8Binades, "fp8/binades", 14.8, 6.8, Tier.WATCH),
         (limits.Fp8ScaleStuck, "fp8/scale_age", 10.0, 2000.0, Tier.WATCH),
         (limits.MoeLoad, "moe/max_load", 1.5, 20.0, Tier.SMALL),
         (limits.MoeDrops, "moe/dropped", 0.0, 0.2, Tier.WATCH),

@@ -20,8 +20,8 @@ OTHER_FLAGS = {"--stability-config"}
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
 def test_commands_exist(document: Path) -> None:
     known = {command.name for command in cli.COMMANDS}
-    named = re.findall(r"(?:^|`|\.)megatron-stability ([a-z][a-z-]*)", document.read_text(), flags=re.MULTILINE)
-    named += re.findall(r"megatron_stability\.cli ([a-z][a-z-]*)", document.read_text())
+    named = re.findall(r"(?:^|`|\.)megatron-stability ([a-z][a-z0-9-]*)", document.read_text(), flags=re.MULTILINE)
+    named += re.findall(r"megatron_stability\.cli ([a-z][a-z0-9-]*)", document.read_text())
     assert set(named) <= known
 
 
@@ -62,3 +62,24 @@ def test_the_muonclip_page_says_what_its_figures_are() -> None:
         assert max(clipped) <= tau
         assert f"{max(without):.1f}, above τ from step" in page
         assert f"| {max(clipped):.2f} | 0 |" in page
+
+
+def test_the_fp8_page_says_what_its_figures_are() -> None:
+    figures = json.loads((ROOT / "docs" / "drills" / "fp8_compare.json").read_text())
+    page = (ROOT / "docs" / "fp8.md").read_text()
+    arms = {run["arm"] for run in figures["runs"]}
+    assert len(figures["seeds"]) >= 3
+    assert figures["steps"] >= 300
+    assert figures["separated"] is all(run["passes"] is (run["arm"] == "healthy") for run in figures["runs"])
+    for arm in arms:
+        runs = [run for run in figures["runs"] if run["arm"] == arm]
+        errors = [100 * abs(run["loss_error_worst"]["error"]) for run in runs]
+        binades = [run["telemetry"]["binades"] for run in runs]
+        shares = [100 * run["telemetry"]["underflow"] for run in runs]
+        passed = sum(run["passes"] for run in runs)
+        row = f"| {arm} | {passed} of {len(runs)} | {_range(errors, 2)} | {_range(binades, 1)} | {_range(shares, 2)} |"
+        assert row in page, row
+
+
+def _range(values: list[float], digits: int) -> str:
+    return f"{min(values):.{digits}f} to {max(values):.{digits}f}"

@@ -9,7 +9,7 @@ import torch
 
 from megatron_stability.detect import build
 from megatron_stability.detect.config import Detect
-from megatron_stability.observe.fp8 import SIGNALS, AmaxHistory, table, worst
+from megatron_stability.observe.fp8 import SIGNALS, AmaxHistory, binades, table, worst
 from megatron_stability.observe.reduction import COLUMNS, combine
 from megatron_stability.records import StepRecord
 from megatron_stability.sites import MODULES, TENSORS, Site
@@ -97,3 +97,17 @@ def test_tables_keep_full_precision() -> None:
     assert rows[0]["amax"] == 1 / 3
     assert rows[0]["scale"] == "nan"
     assert rows[0]["underflow"] == 3e-6
+
+
+def test_binades_count_from_the_least_normal_value_and_leave_out_unset_scales() -> None:
+    amax, least = torch.tensor([4.0, 4.0, 4.0, 0.0]), torch.tensor([2.0**-6] * 4)
+    scale = torch.tensor([112.0, 112.0 / 256, 1.0, 112.0])
+    found = binades(amax, scale, least, torch.tensor([10.0, 11.0, 9.0, 8.0], dtype=torch.float64))
+    assert float(found["fp8/binades"]) == pytest.approx(math.log2(448 / 256) + 6), "margin 8 of E4M3"
+    assert float(found["fp8/binades/at"]) == 11.0
+    one = slice(0, 1)
+    healthy = binades(amax[one], scale[one], least[one], torch.tensor([10.0], dtype=torch.float64))
+    assert float(healthy["fp8/binades"]) == pytest.approx(14.8, abs=0.01)
+    assert healthy["fp8/binades/at"].isnan()
+    begin = binades(amax, torch.ones(4), least, torch.arange(4, dtype=torch.float64))
+    assert begin["fp8/binades"].isnan()
