@@ -9,7 +9,7 @@ ROOT = Path(__file__).parent
 
 def patch_files() -> list[tuple[str, list[str]]]:
     """(install folder, files) for the diffs in patches/, so that an installed wheel carries them."""
-    folders = sorted(path for path in (ROOT / "patches").glob("*") if path.is_dir())
+    folders = sorted(path for path in (ROOT / "patches").rglob("*") if path.is_dir())
     return [
         (
             f"share/megatron-stability/{folder.relative_to(ROOT)}",
@@ -20,6 +20,23 @@ def patch_files() -> list[tuple[str, list[str]]]:
 
 
 MEGATRON = ["megatron-core[training]>=0.18.2,<0.20", "torch>=2.6"]
+# What megatron-bridge 0.6.2 imports for GPTs. Itself it comes without dependencies, some of which are built with CUDA:
+# pip install --no-deps megatron-bridge==0.6.2 nvidia-resiliency-ext==0.6.0
+NEMO = [
+    "megatron-core[training]==0.19.2",  # the pair that is tested; Bridge alone lets a resolver go back to 0.13
+    "torch>=2.6",
+    "transformers>=5.8,<=5.12.1",
+    "omegaconf",
+    "hydra-core>=1.3.4,<1.4",
+    "einops",
+    "datasets>=2.20",
+    "diffusers>=0.36",
+    "megatron-energon~=7.0",
+    "nvidia-modelopt==0.47.0",
+    "nvidia-ml-py",
+    "defusedxml",
+    "tensorboard>=2.19",
+]
 REPORT = ["plotly>=6", "jinja2>=3.1"]
 
 setup(
@@ -36,7 +53,7 @@ setup(
     install_requires=["pydantic>=2.9", "PyYAML>=6.0", "rich>=13", "packaging>=24", "safetensors>=0.5", "xxhash>=3.5"],
     extras_require={
         "megatron": MEGATRON,
-        "nemo": [*MEGATRON, "megatron-bridge==0.6.2", "omegaconf", "hydra-core<1.4"],
+        "nemo": NEMO,
         "te": ["transformer-engine[pytorch]>=2.9", "nvdlfw-inspect>=0.2.2"],
         "modelopt": ["nvidia-modelopt>=0.47"],
         "report": REPORT,

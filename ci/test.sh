@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Every check of the project, cheap ones first; stops at the first stage that fails.   usage: bash ci/test.sh [--fast]
-# --fast leaves out the real pretraining runs of tests/e2e.
+# --fast leaves out the real pretraining runs of tests/e2e and tests/nemo.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 fast=""
@@ -22,7 +22,7 @@ stage() { # stage NAME COMMAND...
     [ "$rc" = 0 ] || { printf '\n%stest.sh: stage "%s" failed after %d s (exit code %d).\n' "$summary" "$name" "$took" "$rc" >&2; exit 1; }
 }
 
-of_one_process=(tests --ignore=tests/dist --ignore-glob='tests/e2e/test_[!b]*') # bad input ends before training
+of_one_process=(tests --ignore=tests/dist --ignore=tests/nemo --ignore-glob='tests/e2e/test_[!b]*') # bad input ends before training
 tests() { # beside those that start ranks: each leaves the other a core
     local log rc=0
     log=$(mktemp)
@@ -32,6 +32,14 @@ tests() { # beside those that start ranks: each leaves the other a core
     cat "$log"
     rm -f "$log"
     return "$rc"
+}
+
+nemo() { # Megatron-Bridge stands in an overlay of its own
+    if [ "$("$bin/python" -c 'import sys; print(sys.version_info[:2])')" != "(3, 12)" ]; then
+        echo "skipped: megatron-bridge 0.6.2 needs Python 3.12" >&2
+        return 0
+    fi
+    bash ci/nemo_env.sh && PYTHONPATH=$PWD/.nemo TORCH_COMPILE_DISABLE=1 "$bin/python" -m pytest tests/nemo
 }
 
 # Whatever the caller's shell carries, the tests see this tree's code and no user-site packages.
@@ -46,6 +54,7 @@ stage "import-linter" "$bin/lint-imports"
 stage "pure rooms on plain torch" "$bin/python" ci/bare_import.py
 stage "mypy" "$bin/mypy"
 stage "tests" tests
+[ -n "$fast" ] || stage "tests: nemo" nemo
 if [ -z "$fast" ] && [ -d tests/e2e ]; then
     stage "tests: e2e" "$bin/python" -m pytest tests/e2e --ignore=tests/e2e/test_bad_input.py
 fi

@@ -33,6 +33,7 @@ class Command:
 COMMANDS = (
     Command("pretrain", "megatron_stability.megatron.launch", "pretrain", "train a GPT with Megatron and this plugin"),
     Command("run", "megatron_stability.megatron.launch", "run_script", "run an unmodified pretrain_gpt.py with it"),
+    Command("nemo", "megatron_stability.nemo.launch", "run", "train from a NeMo YAML recipe, on Megatron-Bridge"),
     Command("patch", "megatron_stability.megatron.patching.command", "run", "open the seams in an installed Megatron"),
     Command("prepare-data", "megatron_stability.megatron.prepare_data", "run", "make Megatron's data files from text"),
     Command("checkpoint", "megatron_stability.record.checkpoint_command", "run", "list, verify, drill checkpoints"),
@@ -50,6 +51,8 @@ EXTRAS = {
     "megatron": "megatron",
     "megatron.core": "megatron",
     "megatron.training": "megatron",
+    "omegaconf": "nemo",
+    "hydra": "nemo",
     "modelopt": "modelopt",
     "plotly": "report",
     "tokenizers": "tokenizers",

@@ -160,7 +160,25 @@ def load(file: str | Path | None = None, overrides: Mapping[str, str | None] | N
     try:
         return StabilityConfig.model_validate(tree)
     except ValidationError as error:
-        raise UsageError(_sentence(error, file, given)) from None
+        raise UsageError(_sentence(error, f"--stability-config {file}: " if file else "", given)) from None
+
+
+def from_section(section: Any, name: str = "stability") -> StabilityConfig:
+    """The tree from a section of a larger file, which its owner has read.
+
+    Args:
+        section: the section's value; None for an empty one.
+        name: what the section is called there.
+
+    Raises:
+        UsageError: as `load`; names the key by its place in the larger file.
+    """
+    if section is not None and not isinstance(section, dict):
+        raise UsageError(f"{name}: holds a {type(section).__name__}, not a mapping of sections")
+    try:
+        return StabilityConfig.model_validate(section or {})
+    except ValidationError as error:
+        raise UsageError(_sentence(error, f"{name}.", set())) from None
 
 
 class _Loader(yaml.SafeLoader):
@@ -228,11 +246,11 @@ def _from_text(text: Any, path: tuple[str, ...], info: FieldInfo) -> Any:
         raise UsageError(f"{flag(path)} {text!r}: is not a valid value") from None
 
 
-def _sentence(error: ValidationError, file: str | Path | None, given: set[tuple[str, ...]]) -> str:
+def _sentence(error: ValidationError, place: str, given: set[tuple[str, ...]]) -> str:
     first = error.errors()[0]
     path = tuple(str(part) for part in first["loc"])
     named = next((flag(p) for p in given if path[: len(p)] == p), None)
-    where = named or (f"--stability-config {file}: {'.'.join(path)}" if file else ".".join(path))
+    where = named or place + ".".join(path)
     if first["type"] == "extra_forbidden":
         return f"{where} is not a known key{_suggestion(path)}"
     return f"{where} = {first['input']!r}: {first['msg'][0].lower()}{first['msg'][1:]}"

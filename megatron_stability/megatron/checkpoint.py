@@ -18,7 +18,6 @@ from typing import Any
 
 import torch.distributed as dist
 from megatron.training import print_rank_0
-from megatron.training.async_utils import maybe_finalize_async_save
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_stability.config import StabilityConfig
@@ -26,6 +25,7 @@ from megatron_stability.errors import UsageError
 from megatron_stability.megatron import install_digest, optimizer_state, rank_state, resume, training_args
 from megatron_stability.megatron.failed_save import Failure, SaveError, attempt, tell
 from megatron_stability.megatron.fp8_flags import active_transformer_engine
+from megatron_stability.megatron.host import Host
 from megatron_stability.record import generations, manifest
 from megatron_stability.record.manifest import FileEntry, Manifest
 from megatron_stability.transformer_engine import extra_state
@@ -37,18 +37,19 @@ _SHARE = ".stability-share-{rank}.json"
 class Checkpoints:
     """One a rank; `seams.py` says where each method is called from."""
 
-    def __init__(self, config: StabilityConfig, args: Namespace) -> None:
+    def __init__(self, config: StabilityConfig, args: Namespace, host: Host | None = None) -> None:
         """Takes the validated tree and Megatron's arguments, which it reads at every save and load.
 
         Args:
             config: the validated tree.
             args: Megatron's.
+            host: the loop around the core; by default Megatron's own.
 
         Attributes:
             extra_states: what Transformer Engine's modules had in the checkpoint that was loaded last.
         """
         self.extra_states: dict[str, extra_state.Kind] = {}
-        self._config, self._args = config, args
+        self._config, self._args, self._host = config, args, host or Host()
         self._model: list[Any] = []
         self._optimizer: Any = None
         self._states: tuple[str, ...] = ()
@@ -137,7 +138,7 @@ class Checkpoints:
 
     def settle(self) -> None:
         """Collective: every save that was begun is complete, or known not to be, when this returns."""
-        maybe_finalize_async_save(blocking=True)
+        self._host.finish_saves()
         self.close()
         dist.barrier()
 

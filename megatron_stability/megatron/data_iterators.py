@@ -45,6 +45,11 @@ class DataIterators:
         distributed = bool(getattr(provider, "is_distributed", False))
         self._chunks.append(_Chunk(distributed, (*datasets, getattr(last, "dataset", None)), train, valid))
 
+    def given(self, train: Any) -> None:
+        """The training iterator of a loop that does not say when it builds it; it can be drawn from, not rebuilt."""
+        if not self._chunks:
+            self._chunks.append(_Chunk(True, (None, None, None), train, None))
+
     @property
     def first(self) -> Any:
         """The training iterator of this rank's first model chunk; None where it reads nothing."""

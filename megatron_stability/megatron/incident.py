@@ -50,10 +50,8 @@ def evidence(data: DataIterators, record: StepRecord) -> dict[str, torch.Tensor]
 
 def _tokens(data: DataIterators) -> list[torch.Tensor]:
     """[b, s] int32 of each micro-batch, on one rank of each replica."""
-    if (
-        not parallel_state.is_pipeline_first_stage(ignore_virtual=True)
-        or parallel_state.get_context_parallel_rank() > 0
-    ):
+    first = parallel_state.is_pipeline_first_stage(ignore_virtual=True)
+    if not first or parallel_state.get_context_parallel_rank() or parallel_state.get_tensor_model_parallel_rank():
         return []
     batches = getattr(data.first, "saved_microbatches", [])
     return [batch["tokens"].to("cpu", torch.int32) for batch in batches if "tokens" in batch]

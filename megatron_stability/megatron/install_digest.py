@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import sys
 from typing import Any
 
 import torch.distributed as dist
@@ -13,16 +14,20 @@ from packaging.version import Version
 import megatron_stability
 from megatron_stability.config import StabilityConfig
 from megatron_stability.errors import UsageError
-from megatron_stability.megatron.patching.tree import installed_root, read_tree
+from megatron_stability.megatron.patching.tree import installed_root, read_bridge, read_tree
 
 
 def versions() -> dict[str, str]:
-    """Names and versions that decide what this rank computes."""
-    return {
+    """Names and versions that decide what this rank computes; Megatron-Bridge's where it is the loop that runs."""
+    known = {
         "megatron_stability": megatron_stability.__version__,
         "megatron_core": Version(megatron_core_version).public,  # without the hash of whatever repository we run in
         "patches": read_tree(installed_root()).patch_set.digest,
     }
+    if "megatron.bridge" not in sys.modules:
+        return known
+    bridge = read_bridge()
+    return known | {"megatron_bridge": bridge.version, "bridge_patches": bridge.patch_set.digest}
 
 
 def compare(group: dist.ProcessGroup | None, config: StabilityConfig, complaint: str | None = None) -> None:

@@ -21,7 +21,6 @@ from megatron.core.num_microbatches_calculator import get_current_global_batch_s
 from megatron.core.utils import get_model_config
 from megatron.training import print_rank_last
 
-import megatron_stability
 from megatron_stability import detect
 from megatron_stability.act.scale import Scale
 from megatron_stability.config import StabilityConfig
@@ -31,47 +30,45 @@ from megatron_stability.megatron import incident, install_digest, optimizer_stat
 from megatron_stability.megatron.batch_monitor import skip_ahead
 from megatron_stability.megatron.checkpoint import Checkpoints
 from megatron_stability.megatron.held_out import HeldOutHook
+from megatron_stability.megatron.host import Host
 from megatron_stability.megatron.model import init
 from megatron_stability.megatron.model.loss import HeadLoss, LogZHook, real_vocab_size
 from megatron_stability.megatron.rewind import Rewinds
+from megatron_stability.megatron.run_info import bundle_context, run_info
 from megatron_stability.megatron.sinks import MegatronWriters
 from megatron_stability.observe.reduction import LocalSignals, Reduction, chained
 from megatron_stability.pipeline import Pipeline, Sink
-from megatron_stability.record.bundle import Bundles, Context, plain_args
-from megatron_stability.record.ledger import Ledger, RunInfo
+from megatron_stability.record.bundle import Bundles
+from megatron_stability.record.ledger import Ledger
 from megatron_stability.records import Action, Decision, StepRecord
 
 STATE_KEY = "megatron_stability"
 SCALED = {Action.SCALE_LR: "lr", Action.SCALE_WEIGHT_DECAY: "weight_decay"}
 _NO_LOSSES = torch.zeros(0, 2)
-# What two runs must share to have seen the same samples in the same order.
-_DATA = (
-    *("seed", "data_path", "train_data_path", "data_args_path", "mock_data", "split", "seq_length"),
-    *("global_batch_size", "rampup_batch_size", "step_batch_size_schedule", "tokenizer_type", "tokenizer_model"),
-    "padded_vocab_size",
-)
 
 
 class Runtime:
     """What the seams ask (see `seams.py` for where each method is called from)."""
 
-    def __init__(self, config: StabilityConfig, args: Namespace) -> None:
+    def __init__(self, config: StabilityConfig, args: Namespace, host: Host | None = None) -> None:
         """Builds the pure rooms; whatever needs ranks or the model waits for `train_begins`.
 
         Args:
             config: the validated tree, mode `observe` or `act`.
             args: Megatron's arguments, read at every step (`consumed_train_samples` moves there).
+            host: the loop around the core; by default Megatron's own.
 
         Attributes:
+            host: as given.
             sinks: told of every finished step, on every rank; more may be appended before training begins.
             model: Megatron's list of model chunks, from `train_begins` on.
             optimizer: Megatron's optimizer, from `train_begins` on.
         """
         assert config.mode != "off", "mode off installs no runtime"
         self.config = config
-        self.checkpoints = Checkpoints(config, args)
+        self._args, self.host = args, host or Host()
+        self.checkpoints = Checkpoints(config, args, self.host)
         self.rewinds = Rewinds(config, args, self.checkpoints)
-        self._args = args
         self.sinks: list[Sink] = []
         self._ledger: Ledger | None = None
         self._reduction: Reduction | None = None
@@ -105,7 +102,7 @@ class Runtime:
     @cached_property
     def head_loss(self) -> HeadLoss:
         """The loss of the language-model head, where a setting changes it."""
-        return HeadLoss(self.config.model, real_vocab_size(self._args.padded_vocab_size))
+        return HeadLoss(self.config.model, real_vocab_size(self.host.vocab_size(), self._args.padded_vocab_size))
 
     def language_model_loss(self, module: Any, labels: torch.Tensor, logits: torch.Tensor) -> torch.Tensor | None:
         """Per-token loss [b, s] with the final softcap and the z-loss; None where Megatron's own is wanted."""
@@ -139,14 +136,21 @@ class Runtime:
         self._reduction = Reduction(group, device, extra)
         weight_hooks.say_what_is_silent(self._args, self._pipeline.detectors, self._reduction.signals)
         self._forward_state = optimizer_state.ForwardState(model)
-        self.sinks.append(MegatronWriters(self.config.record.tensorboard, self.config.observe.attention.head_curves))
+        curves = self.config.observe.attention.head_curves
+        self.sinks.append(MegatronWriters(self.host, self.config.record.tensorboard, curves))
         print_rank_last(f"> megatron-stability: mode {self.config.mode}, ledger in {self.ledger_folder()}")
 
     def _make_hooks(self, device: torch.device) -> str | None:
         """The complaint, if this rank has a layer that can't be hooked, is for every rank to raise."""
         model = self.config.model
         try:
-            where = self.ledger_folder(), self._args, self.rewinds.data, lambda: self.checkpoints.extra_states
+            where = (
+                self.ledger_folder(),
+                self._args,
+                self.rewinds.data,
+                self.host,
+                lambda: self.checkpoints.extra_states,
+            )
             self._weight_hooks = weight_hooks.build(self.config, self.model, self.optimizer, device, *where)
             if self._args.iteration > 0:
                 self._load_hook_states()
@@ -176,12 +180,12 @@ class Runtime:
                 self.ledger_folder(),
                 resume_step=args.iteration,
                 resume_sample=args.consumed_train_samples,
-                run_info=self._run_info(),
+                run_info=run_info(self.config, args),
             )
             bundles = Bundles(
                 self.ledger_folder(),
                 limits=self.config.record,
-                context=self._bundle_context(),
+                context=bundle_context(self.config, args, self.host),
                 generation=lambda: self._ledger.generation if self._ledger is not None else 0,
                 tensors=lambda record: self._evidence,
             )
@@ -214,6 +218,7 @@ class Runtime:
     def passes_over(self, data_iterator: Any) -> bool:
         """Draw and drop a step's samples if they are not to be trained on; the same on every rank."""
         self._step = None
+        self.rewinds.data.given(data_iterator)
         self.rewinds.step_begins(self._own_state)
         decision = skip_ahead(self._pipeline, self._ahead, self._args.consumed_train_samples, self.rewinds.pass_over)
         if decision is not None:
@@ -370,23 +375,6 @@ class Runtime:
             history=self._history,
             extra={name: value for hook in self._weight_hooks for name, value in hook.observe().items()},
         )
-
-    def _bundle_context(self) -> Context:
-        info = self._run_info()
-        return Context(
-            versions=dict(info.versions),
-            layout=dict(info.layout),
-            args=plain_args(vars(self._args)),
-            patch_digest=info.versions["patches"],
-        )
-
-    def _run_info(self) -> RunInfo:
-        args = self._args
-        names = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "data_parallel_size")
-        layout = {name: int(getattr(args, name)) for name in names} | {"world_size": int(args.world_size)}
-        versions = {"megatron_stability": megatron_stability.__version__, "torch": torch.__version__}
-        data = {name: str(getattr(args, name, None)) for name in _DATA}
-        return RunInfo(mode=self.config.mode, versions=versions | install_digest.versions(), layout=layout, data=data)
 
 
 def _on_gpu() -> bool:

@@ -55,7 +55,8 @@ def _one_sentence(rank: int) -> Iterator[None]:
         yield
     except UsageError as error:
         if rank == 0:
-            print(f"megatron-stability: {error}", file=sys.stderr, flush=True)
+            text = str(error) if _runtime is None else _runtime.host.in_its_words(str(error))
+            print(f"megatron-stability: {text}", file=sys.stderr, flush=True)
         sys.exit(error.exit_code)
 
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from megatron.training import get_tensorboard_writer, get_wandb_writer
-
+from megatron_stability.megatron.host import Host
 from megatron_stability.record.attention_curves import curves
 from megatron_stability.records import AttentionTable, Decision, StepRecord
 
@@ -11,9 +10,9 @@ from megatron_stability.records import AttentionTable, Decision, StepRecord
 class MegatronWriters:
     """A `pipeline.Sink`; writes on the rank where Megatron has a writer, and nowhere else."""
 
-    def __init__(self, enabled: bool, head_curves: bool) -> None:
-        """As the settings `record.tensorboard` and `observe.attention.head_curves` say."""
-        self._enabled, self._head_curves = enabled, head_curves
+    def __init__(self, host: Host, enabled: bool, head_curves: bool) -> None:
+        """`host` has the writers; the rest as `record.tensorboard` and `observe.attention.head_curves` say."""
+        self._host, self._enabled, self._head_curves = host, enabled, head_curves
 
     def write(self, record: StepRecord, decision: Decision) -> None:
         """Loss, norm and what was decided, at this step; NaN is written as NaN."""
@@ -34,10 +33,10 @@ class MegatronWriters:
             scalars = {f"stability/{name}": value for name, value in curves(table, self._head_curves).items()}
             self._write(scalars, table.step)
 
-    @staticmethod
-    def _write(scalars: dict[str, float], step: int) -> None:
-        if (writer := get_tensorboard_writer()) is not None:
+    def _write(self, scalars: dict[str, float], step: int) -> None:
+        writer, wandb = self._host.writers()
+        if writer is not None:
             for name, value in scalars.items():
                 writer.add_scalar(name, value, step)
-        if (wandb := get_wandb_writer()) is not None:
+        if wandb is not None:
             wandb.log(scalars, step)

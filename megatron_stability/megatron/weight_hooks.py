@@ -20,6 +20,7 @@ from megatron_stability.megatron.data_iterators import DataIterators
 from megatron_stability.megatron.fp8_flags import active_transformer_engine
 from megatron_stability.megatron.fp8_hook import Fp8Hook, gather_json
 from megatron_stability.megatron.held_out import HeldOutHook
+from megatron_stability.megatron.host import Host
 from megatron_stability.megatron.model.embedding_clip import EmbeddingClipHook
 from megatron_stability.megatron.model.loss import real_vocab_size
 from megatron_stability.megatron.moe_monitor import MoeHook
@@ -83,6 +84,7 @@ def build(
     folder: Path,
     args: Namespace,
     data: DataIterators,
+    host: Host,
     loaded: Callable[[], Mapping[str, Any]],
 ) -> list[WeightHook]:
     """The hooks that the configuration asks for. No collective, so that a rank may fail alone and say so.
@@ -95,6 +97,7 @@ def build(
         folder: of the ledger.
         args: Megatron's.
         data: the iterators.
+        host: the loop around the core.
         loaded: what Transformer Engine's modules had in the checkpoint that was loaded last.
 
     Returns:
@@ -103,7 +106,7 @@ def build(
     Raises:
         UsageError: a layer of this rank can't be measured or clipped; names it.
     """
-    hooks = _observers(config, model, optimizer, device, args)
+    hooks = _observers(config, model, optimizer, device, args, host)
     if config.observe.batch.enabled and not _graphs(args):
         hooks.append(BatchHook(config.observe.batch.ngram, model, device, data))
     if qk_clip.wanted(config):
@@ -160,7 +163,7 @@ def say_what_is_silent(args: Namespace, detectors: Sequence[Detector], available
 
 
 def _observers(
-    config: StabilityConfig, model: Sequence[Any], optimizer: Any, device: torch.device, args: Namespace
+    config: StabilityConfig, model: Sequence[Any], optimizer: Any, device: torch.device, args: Namespace, host: Host
 ) -> list[WeightHook]:
     """What only measures. The fixed micro-batch comes first: the others forget what they saw of it."""
     observe, sharded = config.observe, bool(getattr(args, "use_megatron_fsdp", False) or args.use_torch_fsdp2)
@@ -168,7 +171,7 @@ def _observers(
     if sharded:
         say(args, "FSDP keeps parts of weights and gradients in its own way: no norms of them, no digests of replicas")
     elif observe.replicas.weights_every or observe.replicas.compute_every:
-        vocab_size = real_vocab_size(args.padded_vocab_size)
+        vocab_size = real_vocab_size(host.vocab_size(), args.padded_vocab_size)
         hooks.append(ReplicaHook(observe.replicas, model, device, args, vocab_size))
     hooks.append(StepHook(float(optimizer.config.clip_grad)))
     if not sharded:

@@ -25,7 +25,11 @@ def checkpoint(save: Path, step: int, excluded: tuple[str, ...] = EXCLUDED) -> d
     Returns:
         Name to tensor or plain value, without `excluded`.
     """
-    folder = save / f"iter_{step:07d}"
+    return read_folder(save / f"iter_{step:07d}", excluded)
+
+
+def read_folder(folder: Path, excluded: tuple[str, ...] = EXCLUDED) -> dict[str, Any]:
+    """As `checkpoint`, of the folder itself."""
     metadata = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
     state: dict[str, Any] = {}
     for name, entry in metadata.items():

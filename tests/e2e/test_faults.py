@@ -7,15 +7,17 @@ compares weights, buffers and optimizer state before and after.
 from __future__ import annotations
 
 import random
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import yaml
 
 from megatron_stability.record import bundle
 from megatron_stability.records import Action, Decision, StepRecord
 from tests.dist.pool import Pool
-from tests.e2e import artifacts, jobs
+from tests.e2e import artifacts, jobs, scenarios
 
 pytestmark = pytest.mark.megatron
 
@@ -127,6 +129,16 @@ def test_one_verdict_and_no_trace(pools: dict[tuple[str, str], Pool], tmp_path: 
             assert all(any(".exp_avg" in name for name in row[4]) for row in rows)
             assert all(any(name.startswith("model.") for name in row[4]) for row in rows)
     assert "grad_norm_spike" in seen[0][-2][2]
+
+
+def test_the_outcomes_that_every_host_must_have(pools: dict[tuple[str, str], Pool], tmp_path: Path) -> None:
+    tree = tmp_path / "stability.yaml"
+    tree.write_text(yaml.safe_dump(scenarios.stability(tmp_path)))
+    faults = (word for fault in scenarios.FAULTS for word in ("--drill-fault", fault))
+    flags = (*jobs.SHARDED, "--stability-config", str(tree), "--train-iters", str(scenarios.STEPS), *faults)
+    results = pools["0.19.2", "patched"].run(jobs.train, flags, world=scenarios.WORLD, timeout=180)
+    assert [code for code, _ in results] == [0] * scenarios.WORLD
+    scenarios.assert_outcomes(tmp_path)
 
 
 def test_expert_bias_and_token_counters_are_put_back(pools: dict[tuple[str, str], Pool], tmp_path: Any) -> None:

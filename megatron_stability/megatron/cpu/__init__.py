@@ -89,6 +89,7 @@ def environment() -> dict[str, str]:
     return {
         "CUDA_DEVICE_MAX_CONNECTIONS": "1",  # Megatron's argument check for TP
         "TORCHDYNAMO_DISABLE": "1",  # torch.compile would call a C++ compiler for each fused function
+        "TORCH_COMPILE_DISABLE": "1",  # the same for functions compiled as their module is imported, as Bridge's are
         "OMP_NUM_THREADS": "1",  # ranks share the cores; also the order of sums
         "MKL_NUM_THREADS": "1",
         **loopback,

@@ -73,6 +73,7 @@ def torch_rows(host_generator: torch.Generator) -> Iterator[Row]:
     dist = torch.distributed
     yield Row(dist, "all_to_all_single", s.all_to_all_single(dist.all_to_all_single), "gloo takes int split sizes")
     yield Row(dist, "all_reduce", s.all_reduce(dist.all_reduce), "gloo has no AVG")
+    yield Row(dist, "barrier", s.barrier(dist.barrier), "gloo takes no device_ids")
     yield Row(dist, "reduce_scatter_tensor", s.reduce_scatter_tensor(dist.reduce_scatter_tensor), "gloo has no AVG")
 
 

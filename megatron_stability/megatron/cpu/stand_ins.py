@@ -247,6 +247,16 @@ def all_reduce(original: Call) -> Call:
     return call
 
 
+def barrier(original: Call) -> Call:
+    """`barrier` without its `device_ids`, which name GPUs and which gloo refuses."""
+
+    @functools.wraps(original)
+    def call(group: Any = None, async_op: bool = False, device_ids: object = None) -> Any:
+        return original(group=group, async_op=async_op)
+
+    return call
+
+
 def reduce_scatter_tensor(original: Call) -> Call:
     """`reduce_scatter_tensor` with ReduceOp.AVG, as `all_reduce`; the input stays as it is."""
 

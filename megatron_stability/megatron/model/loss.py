@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from megatron.training import get_tokenizer
 from torch import Tensor
 
 from megatron_stability.numerics.config import Model
@@ -15,13 +14,12 @@ from megatron_stability.numerics.softcap import softcap
 from megatron_stability.numerics.z_loss import LogZ, LossSettings, vocab_parallel_loss
 
 
-def real_vocab_size(padded_vocab_size: int) -> int:
-    """Rows of the vocabulary that are tokens: the tokenizer's, since Megatron's arguments keep the padded number only.
+def real_vocab_size(size: int, padded_vocab_size: int) -> int:
+    """Rows of the vocabulary that are tokens: the tokenizer's `size`, for Megatron's arguments keep the padded number.
 
     Raises:
         ValueError: the tokenizer has more tokens than the model has rows.
     """
-    size = int(get_tokenizer().vocab_size)
     if size > padded_vocab_size:
         raise ValueError(f"the tokenizer has {size} tokens, the model {padded_vocab_size} vocabulary rows")
     return size

@@ -62,9 +62,14 @@ def install(root: Path | None = None, patches: Path | None = None) -> InMemoryPa
         UsageError: a target module is imported already, the tree is half-applied or does not fit, or the patches are
             installed in this process already.
     """
-    if any(isinstance(finder, PatchFinder) for finder in sys.meta_path):
+    return serve(read_tree((root or installed_root()).resolve(), patches))
+
+
+def serve(tree: Tree) -> InMemoryPatches:
+    """As `install`, for a tree that was read already."""
+    texts = {module_name(file.path): (tree.root / file.path, file.patched) for file in tree.files}
+    if any(isinstance(finder, PatchFinder) and finder.modules & texts.keys() for finder in sys.meta_path):
         raise UsageError("The patches are installed in this process already; uninstall them first.")
-    tree = read_tree((root or installed_root()).resolve(), patches)
     if tree.state is State.APPLIED:
         return InMemoryPatches(tree, None)
     if tree.state is State.HALF_APPLIED:
@@ -72,7 +77,6 @@ def install(root: Path | None = None, patches: Path | None = None) -> InMemoryPa
             f"{tree.root} is half-applied ({', '.join(tree.paths(applied=True))} patched, "
             f"{', '.join(tree.paths(applied=False))} not): run `megatron-stability patch revert --target {tree.root}`."
         )
-    texts = {module_name(file.path): (tree.root / file.path, file.patched) for file in tree.files}
     imported = [name for name in texts if name in sys.modules]
     if imported:
         raise UsageError(
@@ -104,6 +108,11 @@ class PatchFinder(MetaPathFinder):
     def __init__(self, texts: Mapping[str, tuple[Path, str]]) -> None:
         self._texts = MappingProxyType(dict(texts))
         self._loaders: list[PatchLoader] = []
+
+    @property
+    def modules(self) -> frozenset[str]:
+        """The names of the modules that it serves."""
+        return frozenset(self._texts)
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None

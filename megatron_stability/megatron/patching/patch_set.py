@@ -1,4 +1,4 @@
-"""The patches of one megatron-core version: where they are, which versions have them, their digest."""
+"""The patches of one version of a package: where they are, which versions have them, their digest."""
 
 from __future__ import annotations
 
@@ -132,12 +132,13 @@ def supported_versions(root: Path | None = None) -> tuple[str, ...]:
         ) from error
 
 
-def load_patch_set(version: str, root: Path | None = None) -> PatchSet:
+def load_patch_set(version: str, root: Path | None = None, package: str = "megatron-core") -> PatchSet:
     """Reads and parses the patches for `version`.
 
     Args:
-        version: a megatron-core version; must be one of `supported_versions(root)`.
+        version: of the package; must be one of `supported_versions(root)`.
         root: the folder of folders; `patches_root()` by default.
+        package: its name, for errors.
 
     Returns:
         The series, in the order of the files' names.
@@ -149,7 +150,7 @@ def load_patch_set(version: str, root: Path | None = None) -> PatchSet:
     supported = supported_versions(root)
     if version not in supported:
         raise UsageError(
-            f"megatron-core {version} is not supported: there are patches for {', '.join(supported) or 'no version'}; "
+            f"{package} {version} is not supported: there are patches for {', '.join(supported) or 'no version'}; "
             "install one of these."
         )
     files = sorted((root / version).glob("*.patch"))

@@ -16,6 +16,8 @@ from megatron_stability.megatron.patching.diff import ContextError, read_text
 from megatron_stability.megatron.patching.patch_set import PatchSet, load_patch_set, patches_root, supported_versions
 
 _PACKAGE_INFO = Path("megatron", "core", "package_info.py")
+_BRIDGE_INFO = Path("megatron", "bridge", "package_info.py")
+BRIDGE = "bridge"  # the folder, among those of megatron-core's versions, of the folders of megatron-bridge's
 
 
 class State(StrEnum):
@@ -61,6 +63,12 @@ class Tree:
         return tuple(file.path for file in self.files if file.applied == applied)
 
 
+def _root_with(info: Path) -> Path | None:
+    spec = find_spec("megatron")
+    roots = [Path(location).parent for location in (spec.submodule_search_locations or [])] if spec else []
+    return next((root for root in roots if (root / info).is_file()), None)
+
+
 def installed_root() -> Path:
     """Finds the installed Megatron without importing anything.
 
@@ -70,11 +78,9 @@ def installed_root() -> Path:
     Raises:
         UsageError: megatron-core is not installed.
     """
-    spec = find_spec("megatron")
-    for location in (spec.submodule_search_locations or []) if spec else []:
-        root = Path(location).parent
-        if (root / _PACKAGE_INFO).is_file():
-            return root
+    root = _root_with(_PACKAGE_INFO)
+    if root is not None:
+        return root
     raise UsageError(
         "megatron-core is not installed in this environment: pip install 'megatron-stability[megatron]', "
         "put a Megatron-LM clone on PYTHONPATH, or name one with --target."
@@ -163,6 +169,37 @@ def read_tree(root: Path, patches: Path | None = None) -> Tree:
         f"{root} (megatron-core {version}) can't be patched: {misfit}; supported are megatron-core "
         f"{', '.join(supported)} with unchanged target files; nothing was changed."
     ) from misfit
+
+
+def read_bridge(patches: Path | None = None, root: Path | None = None) -> Tree:
+    """Reads every target file of the installed megatron-bridge; a wheel's very version is asked for.
+
+    Args:
+        patches: the folder of patch folders; `patches_root() / BRIDGE` by default.
+        root: the site-packages folder that holds it; by default the one that Python imports from.
+
+    Returns:
+        The tree and its patch set, whatever its state.
+
+    Raises:
+        UsageError: megatron-bridge is not installed, its version has no patches, or a file is neither stock nor
+            patched.
+    """
+    root = root or _root_with(_BRIDGE_INFO)
+    if root is None:
+        raise UsageError(
+            "megatron-bridge is not installed in this environment: pip install 'megatron-stability[nemo]'."
+        )
+    wheels = sorted(root.glob("megatron_bridge-*.dist-info"))
+    if len(wheels) != 1:
+        raise UsageError(f"{root} holds megatron/bridge and {len(wheels)} megatron_bridge-*.dist-info: reinstall it.")
+    version = PathDistribution(wheels[0]).version
+    patch_set = load_patch_set(version, patches or patches_root() / BRIDGE, "megatron-bridge")
+    try:
+        files = tuple(_read_file(root, patch_set, path) for path in patch_set.paths)
+    except ContextError as error:
+        raise UsageError(f"{root} (megatron-bridge {version}) can't be patched: {error}; reinstall it.") from error
+    return Tree(root, version, patch_set, files)
 
 
 def _same_minor(version: str, supported: tuple[str, ...]) -> list[str]:

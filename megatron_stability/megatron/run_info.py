@@ -1,0 +1,41 @@
+"""What a run is, as its ledger and its incident bundles say it."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+
+import torch
+
+import megatron_stability
+from megatron_stability.config import StabilityConfig
+from megatron_stability.megatron import install_digest
+from megatron_stability.megatron.host import Host
+from megatron_stability.record.bundle import Context, plain_args
+from megatron_stability.record.ledger import RunInfo
+
+# What two runs must share to have seen the same samples in the same order.
+_DATA = (
+    *("seed", "data_path", "train_data_path", "data_args_path", "mock_data", "split", "seq_length"),
+    *("global_batch_size", "rampup_batch_size", "step_batch_size_schedule", "tokenizer_type", "tokenizer_model"),
+    "padded_vocab_size",
+)
+
+
+def run_info(config: StabilityConfig, args: Namespace) -> RunInfo:
+    """Mode, versions, layout and data, for the ledger."""
+    names = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "data_parallel_size")
+    layout = {name: int(getattr(args, name)) for name in names} | {"world_size": int(args.world_size)}
+    versions = {"megatron_stability": megatron_stability.__version__, "torch": torch.__version__}
+    data = {name: str(getattr(args, name, None)) for name in _DATA}
+    return RunInfo(mode=config.mode, versions=versions | install_digest.versions(), layout=layout, data=data)
+
+
+def bundle_context(config: StabilityConfig, args: Namespace, host: Host) -> Context:
+    """What every bundle of the run says alike."""
+    info = run_info(config, args)
+    return Context(
+        versions=dict(info.versions),
+        layout=dict(info.layout),
+        args=plain_args(host.arguments(args)),
+        patch_digest=info.versions["patches"],
+    )

@@ -1,0 +1,138 @@
+"""`megatron-stability nemo RECIPE.yaml`: judge a recipe once, then start the ranks of this machine."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatron_stability.errors import EXIT_FINE, UsageError
+from megatron_stability.megatron.launch import MOST_RANKS
+from megatron_stability.megatron.preflight import OneSentenceParser
+from megatron_stability.megatron.ranks import Ranks
+from megatron_stability.nemo import pretrain, recipe_file
+from megatron_stability.nemo.pretrain import Job
+from megatron_stability.nemo.recipe_file import RecipeFile
+
+MOST_RESTARTS = 1000
+
+EPILOG = (
+    "Bridge's sections, names and precedence (command line > YAML > recipe function), and a `stability:` section.\n"
+    "Without a CUDA device the CPU backend stands in. On several nodes, name the command that starts ranks:\n"
+    "  megatron-stability nemo RECIPE.yaml key=value --supervise 5 -- torchrun --nnodes 4 --nproc-per-node 8 ...\n"
+    "Example, a small model on two CPU ranks:\n"
+    "  megatron-stability nemo examples/nemo/tiny_cpu.yaml --nproc-per-node 2 model.tensor_model_parallel_size=2"
+)
+
+
+def run(argv: Sequence[str]) -> int:
+    """`megatron-stability nemo`.
+
+    Args:
+        argv: the recipe file, flags, `key=value` words, and after `--` the command that starts ranks, if not this one.
+
+    Returns:
+        The exit code: 0, 2 for unusable input, or the ranks' own (18: the policy halted the run; 19: it is to be
+        started again).
+    """
+    argv, starter = _split(list(argv))
+    parser = OneSentenceParser(
+        prog="megatron-stability nemo",
+        allow_abbrev=False,
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("recipe", type=Path, metavar="RECIPE.yaml", help="the recipe file")
+    parser.add_argument("--nproc-per-node", type=int, default=1, metavar="N", help="ranks on this machine")
+    parser.add_argument("--supervise", type=int, metavar="N", help="start again after a rewind, at most N times")
+    pretrain.add_options(parser)
+    options, unknown = parser.parse_known_intermixed_args(argv)
+    world = options.nproc_per_node
+    if not 1 <= world <= MOST_RANKS:
+        raise UsageError(f"--nproc-per-node {world}: start at least one rank, and at most {MOST_RANKS} on one machine")
+    if "RANK" in os.environ:
+        raise UsageError("under torchrun, call `-m megatron_stability.nemo.pretrain --config-file RECIPE.yaml`")
+    words = (*options.words, *unknown)
+    wanted = recipe_file.read(options.recipe, words, options.scale_down)  # its faults are told before slow imports
+    if options.supervise is not None:
+        return _supervise(options, starter, wanted, words)
+    if starter:
+        return subprocess.run(_command(options, starter, words), check=False).returncode
+    job = pretrain.job_of(options, options.recipe, unknown)
+    os.environ["WORLD_SIZE"] = str(world)  # Bridge's validation asks for it
+    if options.dry_run:
+        job.prepare()
+        pretrain.show(job, world, sys.stdout)
+        return EXIT_FINE
+    with Ranks(world, fork=job.cpu) as ranks:
+        if job.cpu:
+            job.prepare()
+        complaint = ranks.ask_once(_complaint, job)
+        if complaint:
+            raise UsageError(complaint)
+        return ranks.run(_rank_main, job)
+
+
+def _split(argv: list[str]) -> tuple[list[str], list[str]]:
+    if "--" not in argv:
+        return argv, []
+    at = argv.index("--")
+    if not argv[at + 1 :]:
+        raise UsageError(
+            "after -- stands the command that starts ranks, e.g. -- torchrun --nnodes 2 --nproc-per-node 8"
+        )
+    return argv[:at], argv[at + 1 :]
+
+
+def _command(options: argparse.Namespace, starter: list[str], words: Sequence[str]) -> list[str]:
+    """One start: by the user's command, or by this one."""
+    flags = ["--scale-down"] * options.scale_down + ["--dry-run"] * options.dry_run
+    flags += [part for fault in options.drill_fault for part in ("--drill-fault", fault)]
+    if starter:
+        return [
+            *starter,
+            "-m",
+            "megatron_stability.nemo.pretrain",
+            "--config-file",
+            str(options.recipe),
+            *flags,
+            *words,
+        ]
+    here = [sys.executable, "-m", "megatron_stability.cli", "nemo", str(options.recipe)]
+    return [*here, "--nproc-per-node", str(options.nproc_per_node), *flags, *words]
+
+
+def _supervise(options: argparse.Namespace, starter: list[str], wanted: RecipeFile, words: Sequence[str]) -> int:
+    from megatron_stability.nemo.supervise import supervise
+
+    if wanted.save is None:
+        raise UsageError("--supervise goes back to checkpoints: give checkpoint.save in the recipe or as a word")
+    if not 0 <= options.supervise <= MOST_RESTARTS:
+        raise UsageError(f"--supervise {options.supervise}: give the restarts, at most {MOST_RESTARTS}")
+    ledger = wanted.stability.record.dir or wanted.save / "stability"
+    return supervise(_command(options, starter, words), wanted.save, ledger, options.supervise)
+
+
+def _complaint(job: Job, prepared: bool) -> str | None:
+    try:
+        if not prepared:
+            job.prepare()
+        attached = job.attach(job.build())
+        if attached is not None:
+            attached.close()
+    except UsageError as error:
+        return str(error)
+    return None
+
+
+def _rank_main(job: Job, prepared: bool) -> None:
+    try:
+        if not prepared:
+            job.prepare()
+        job.train()
+    except UsageError as error:
+        print(f"megatron-stability nemo: {error}", file=sys.stderr, flush=True)
+        sys.exit(error.exit_code)
