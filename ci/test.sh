@@ -23,16 +23,20 @@ stage() { # stage NAME COMMAND...
 }
 
 of_one_process=(tests --ignore=tests/dist --ignore=tests/nemo --ignore-glob='tests/e2e/test_[!b]*') # bad input ends before training
-tests() { # beside those that start ranks: each leaves the other a core
+side_by_side() { # two lanes: FIRST's output comes when both have ended; each leaves the other a core
     local log rc=0
     log=$(mktemp)
-    { "$bin/python" -m pytest "${of_one_process[@]}" && bash ci/te_env.sh 2.20.2; } >"$log" 2>&1 &
-    "$bin/python" -m pytest tests/dist || rc=$?
+    "$1" >"$log" 2>&1 &
+    "$2" || rc=$?
     wait $! || rc=$?
     cat "$log"
     rm -f "$log"
     return "$rc"
 }
+
+one_process() { "$bin/python" -m pytest "${of_one_process[@]}" && bash ci/te_env.sh 2.20.2; }
+ranks() { "$bin/python" -m pytest tests/dist; }
+end_to_end() { "$bin/python" -m pytest tests/e2e --ignore=tests/e2e/test_bad_input.py; }
 
 nemo() { # Megatron-Bridge stands in an overlay of its own
     if [ "$("$bin/python" -c 'import sys; print(sys.version_info[:2])')" != "(3, 12)" ]; then
@@ -53,9 +57,6 @@ stage "ruff: format" "$bin/ruff" format --check --quiet .
 stage "import-linter" "$bin/lint-imports"
 stage "pure rooms on plain torch" "$bin/python" ci/bare_import.py
 stage "mypy" "$bin/mypy"
-stage "tests" tests
-[ -n "$fast" ] || stage "tests: nemo" nemo
-if [ -z "$fast" ] && [ -d tests/e2e ]; then
-    stage "tests: e2e" "$bin/python" -m pytest tests/e2e --ignore=tests/e2e/test_bad_input.py
-fi
+stage "tests" side_by_side one_process ranks
+[ -n "$fast" ] || stage "tests: nemo, e2e" side_by_side nemo end_to_end
 printf '\n%s%6d s  all stages passed\n' "$summary" "$SECONDS"
