@@ -7,6 +7,7 @@ The update gate, the loss of the head and the way out of the loop are seams (`op
 from __future__ import annotations
 
 import contextlib
+from argparse import ArgumentTypeError
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -27,7 +28,7 @@ from megatron.training import print_rank_0
 
 from megatron_stability.config import StabilityConfig
 from megatron_stability.errors import UsageError
-from megatron_stability.megatron import arguments, cpu, layer_specs, seams, weight_hooks
+from megatron_stability.megatron import arguments, cpu, drills, layer_specs, seams, weight_hooks
 from megatron_stability.megatron.fp8_flags import refuse_inactive_fp8
 from megatron_stability.megatron.model import settings
 from megatron_stability.megatron.runtime import Runtime
@@ -79,6 +80,7 @@ def attach(container: ConfigContainer, stability: StabilityConfig, drill_fault: 
     stability = stability.model_copy(update={"decide": decide})
     with in_its_words(host):
         _refuse_what_cannot_work(stability, args)
+        _refuse_unreadable_faults(args)
     lines = _set(stability, args)
     put_back = _lend(container, stability)
     seams.install(Runtime(stability, args, host))
@@ -161,6 +163,13 @@ def _refuse_what_cannot_work(stability: StabilityConfig, args: BridgeArgs) -> No
         raise UsageError("peft with stability: adapters are not covered; leave the section out, or stability.mode off")
     arguments.refuse_what_cannot_work(stability, args)
     weight_hooks.refuse_what_cannot_work(stability, args)
+
+
+def _refuse_unreadable_faults(args: BridgeArgs) -> None:
+    try:
+        drills.faults(args)
+    except ArgumentTypeError as error:
+        raise UsageError(f"--drill-fault {error}") from None
 
 
 def _refuse_unproven_checkpoints(container: ConfigContainer) -> None:

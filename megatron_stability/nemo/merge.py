@@ -19,7 +19,7 @@ from megatron.bridge.training.utils.omegaconf_utils import (
     parse_hydra_overrides,
 )
 from megatron.bridge.utils.instantiate_utils import InstantiationException, instantiate
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from megatron_stability.errors import UsageError
@@ -78,6 +78,8 @@ def build(wanted: RecipeFile, cpu: bool) -> tuple[ConfigContainer, list[str]]:
     except (OverridesError, HydraException, OmegaConfBaseException) as error:
         raise UsageError(f"{wanted.word_layer.place}: {_sentence(error)}") from None
     apply_overrides(container, final, excluded)
+    for layer in (*layers, wanted.word_layer):
+        _refuse_unbuilt(container, layer)
     for layer in (*layers, wanted.word_layer):
         for path in _leaves(OmegaConf.to_container(layer.values, resolve=False)):
             _settle(container, path, layer.place)
@@ -195,6 +197,8 @@ def _resolved(layer: Layer, merged: DictConfig) -> dict[str, Any]:
     def plain(node: Any, path: str) -> Any:
         if isinstance(node, dict):
             return {key: plain(value, f"{path}.{key}" if path else str(key)) for key, value in node.items()}
+        if node == MISSING:
+            raise UsageError(f"{layer.place}: {path} is `???`; give its value")
         if isinstance(node, str) and "${" in node:
             try:
                 return OmegaConf.select(merged, path)
@@ -229,6 +233,18 @@ def _settle(container: ConfigContainer, path: tuple[str, ...], place: str) -> No
             raise UsageError(f"{place}: {'.'.join(path)} can't be built: {_sentence(error)}") from None
     elif (known := strict.meant(strict.field_types(type(owner)).get(path[-1]), value)) is not value:
         setattr(owner, path[-1], known)
+
+
+def _refuse_unbuilt(container: ConfigContainer, layer: Layer) -> None:
+    """Where a section's `_target_` can't be built, Bridge logs a line and keeps the recipe's object."""
+    for section, values in layer.values.items():
+        name = values.get(strict.TARGET) if isinstance(values, DictConfig) else None
+        built = type(getattr(container, str(section)))
+        if isinstance(name, str) and name.rpartition(".")[2] not in [base.__name__ for base in built.__mro__]:
+            raise UsageError(
+                f"{layer.place}: {section}._target_ {name} can't be built with this recipe's keys, and a "
+                f"{built.__name__} would stay; leave it out, or choose a recipe that has it"
+            )
 
 
 def _sentence(error: BaseException) -> str:

@@ -79,11 +79,12 @@ class Job:
         """
         from megatron.bridge.training.config import runtime_config_update
 
-        from megatron_stability.nemo import host, merge, recipe_file
+        from megatron_stability.nemo import host, merge, recipe_file, values
 
         wanted = recipe_file.read(self.file, self.words, self.scale_down)
         container, notes = merge.build(wanted, self.cpu)
         merge.refuse_no_data(container.dataset)
+        values.refuse_late_failures(container, wanted.stability)
         merge.refuse_unlike_dtypes(container)
         host.refuse_inactive(container, wanted.stability)
         try:

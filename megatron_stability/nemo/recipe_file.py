@@ -19,7 +19,7 @@ import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from megatron_stability import config as tree
@@ -81,13 +81,17 @@ def read(file: Path | None, words: Sequence[str] = (), scale_down: bool = False)
         UsageError: unreadable, not YAML, a key twice, a word that is none, or an unusable `stability` section.
     """
     conf = _load(file) if file is not None else OmegaConf.create()
+    _refuse_unwritten(file, conf)
     small = conf.pop("scale_down", OmegaConf.create())
     if not isinstance(small, DictConfig) or (scale_down and not small):
         raise UsageError(f"{file}: has no scale_down section of keys; write one, or drop --scale-down")
+    _refuse_unwritten(f"{file}: scale_down", small)
     parsed = [_parse(word) for word in words]
     own, theirs = OmegaConf.create(), OmegaConf.create()
     for override in parsed:
         _put(own if _section(override) in OWN else theirs, override)
+    for part in (own, theirs):
+        _refuse_unwritten("the command line", part)
     if "scale_down" in own:
         raise UsageError("scale_down is a section of the file; on the command line give the keys themselves")
     base, reduced = Layer(str(file), conf), Layer(f"{file}: scale_down", small)
@@ -104,6 +108,15 @@ def read(file: Path | None, words: Sequence[str] = (), scale_down: bool = False)
         word_layer=Layer("the command line", theirs),
         save=Path(save) if isinstance(save, str) else None,
     )
+
+
+def _refuse_unwritten(place: Path | str | None, conf: DictConfig) -> None:
+    """A section has to stand where it is named: a reference or `???` would fall to the recipe's, or to none."""
+    for key in conf:
+        if OmegaConf.is_interpolation(conf, key) or OmegaConf.is_missing(conf, key):
+            raise UsageError(f"{place}: {key} is a reference or `???`; write its value there")
+        if isinstance(conf[key], ListConfig):
+            raise UsageError(f"{place}: {key} is a list; write a mapping, e.g. model: {{num_layers: 2}}")
 
 
 def _merge(file: Path | None, *parts: DictConfig) -> DictConfig:
@@ -133,8 +146,10 @@ def _load(file: Path) -> DictConfig:
     try:
         conf = OmegaConf.load(file)
     except OSError as error:
+        if error.errno is None:  # OmegaConf's, for a file of one number
+            raise UsageError(f"{file}: holds one value, not a mapping of sections") from None
         raise UsageError(f"{file}: cannot be read ({error.strerror}); give a readable YAML recipe") from None
-    except (yaml.YAMLError, UnicodeDecodeError, RecursionError, ValueError) as error:
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError, ValueError, OmegaConfBaseException) as error:
         mark, why = getattr(error, "problem_mark", None), getattr(error, "problem", None)
         line = f", line {mark.line + 1}" if mark else ""
         raise UsageError(f"{file}{line}: is not valid YAML ({why or _first_line(error)}); mend the file") from None
@@ -171,7 +186,7 @@ def _section(override: Override) -> str:
 
 
 def _bridges(layer: Layer) -> Layer:
-    return Layer(layer.place, OmegaConf.masked_copy(layer.values, [str(key) for key in layer.values if key not in OWN]))
+    return Layer(layer.place, OmegaConf.masked_copy(layer.values, [key for key in layer.values if key not in OWN]))
 
 
 def _name(value: Any) -> str:

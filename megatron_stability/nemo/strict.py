@@ -114,6 +114,9 @@ class _Check:
 
     def unknown(self, key: str, owner: Any, known: Collection[str], above: tuple[str, ...]) -> str:
         hint = suggestion(key, known)
+        if not above and "." in key:
+            section, _, rest = key.partition(".")
+            hint = f"; in a file sections are mappings, as {section}: {{{rest}: ...}}"
         if not hint:
             elsewhere = [
                 f"{name}.{key}"

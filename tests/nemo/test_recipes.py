@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from pathlib import Path
 
@@ -16,6 +17,7 @@ pytestmark = pytest.mark.nemo
 
 EXAMPLES = jobs.EXAMPLES
 MOCK = "dataset: {mock: true}\n"
+SHAPE = "model:\n  num_layers: 2\n  hidden_size: 64\n  num_attention_heads: 4\n"
 # (YAML, words, what the error must hold); the first block: Bridge would log a line and go on, or say nothing.
 REFUSED = (
     ("modle: {num_layers: 2}", "modle is not a key of a recipe; did you mean `model`?"),
@@ -45,6 +47,17 @@ REFUSED = (
     ("train: {train_iters: '${nowhere.at.all}'}", "nowhere"),
     ("model: {num_layers: 2}\nmodel: {num_layers: 3}", "line 2: is not valid YAML"),
     ("- 1", "holds a list"),
+    ("3", "FILE: holds one value, not a mapping of sections"),
+    ("on: 3", "True is not a key of a recipe"),
+    ("1: {a: 2}", "1 is not a key of a recipe"),
+    ("model.num_layers: 2", "as model: {num_layers: ...}"),
+    ("model: [1, 2]", "FILE: model is a list"),
+    ("model: ${nowhere}", "FILE: model is a reference"),
+    ("recipe: '???'", "FILE: recipe is a reference or `???`"),
+    ("scale_down: ${nowhere}", "FILE: scale_down is a reference"),
+    ("model: {num_layers: '${'}", "is not valid YAML"),
+    (MOCK + "checkpoint: {save: '???'}", "checkpoint.save is `???`"),
+    (MOCK + SHAPE + "  _target_: megatron.nowhere.Model", "and a GPTModelProvider would stay"),
     ("a: [", "is not valid YAML"),
     ("recipe: vanila_gpt_pretrain_config", "did you mean `vanilla_gpt_pretrain_config`?"),
     ("recipe: [1]", "is not the name of a recipe function"),
@@ -57,9 +70,15 @@ REFUSED = (
     (MOCK + "scale_down: 3", "has no scale_down section of keys"),
     ("dataset: {mock: true, data_path: x}", "would train on mock data; drop one"),
     ("dataset: {data_path: nowhere/corpus}", "nowhere/corpus.idx does not exist"),
-    (MOCK + "mixed_precision: null", "set optimizer.bf16=false"),
-    (MOCK + "mixed_precision: bf16_with_fp8_delayed_scaling_mixed", "would train in BF16"),
-    (MOCK + "model: {tensor_model_parallel_size: 2}", "Megatron-Bridge refuses this recipe: world size (1)"),
+    (MOCK + SHAPE + "  qk_clip: true", "use stability.qk_clip.enabled instead"),
+    (MOCK, "model.num_layers 0: must be at least 1"),
+    (MOCK + SHAPE + "  num_query_groups: 3", "is not a multiple of model.num_query_groups 3"),
+    (MOCK + SHAPE + "logger: {log_interval: 0}", "logger.log_interval 0: must be at least 1"),
+    (MOCK + SHAPE + "optimizer: {lr: .nan}", "optimizer.lr nan: is not a number"),
+    (MOCK + SHAPE + "checkpoint: {save: /dev/null/x}", "checkpoint.save /dev/null/x: /dev/null is not a folder"),
+    (MOCK + SHAPE + "mixed_precision: null", "set optimizer.bf16=false"),
+    (MOCK + SHAPE + "mixed_precision: bf16_with_fp8_delayed_scaling_mixed", "would train in BF16"),
+    (MOCK + SHAPE + "  tensor_model_parallel_size: 2", "Megatron-Bridge refuses this recipe: world size (1)"),
 )
 WORDS = (
     (("model.num_layer=2",), "the command line: model.num_layer is not a key of GPTModelProvider; did you mean"),
@@ -174,6 +193,12 @@ def test_a_resumed_run_is_the_uninterrupted_run_to_the_bit(bridge: Pool, tmp_pat
 
 def test_the_stand_in_for_transformer_engine_is_gone_after_the_import(bridge: Pool) -> None:
     assert bridge.run(recipe_jobs.transformer_engine, world=1) == [(True, [])]
+
+
+def test_what_a_save_s_workers_import_again_is_light() -> None:
+    """They are spawned, and import the runner as `__main__`: with torch it would be seconds in each, at every save."""
+    code = "import sys, megatron_stability.nemo.pretrain; sys.exit(any(m in sys.modules for m in ('torch', 'megatron')))"
+    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0
 
 
 COMMANDS = (
