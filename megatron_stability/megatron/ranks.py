@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import multiprocessing as mp
 import os
@@ -12,7 +13,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from multiprocessing.connection import wait
 from pathlib import Path
 from types import TracebackType
@@ -86,7 +87,7 @@ class Ranks:
         finally:
             for process in processes:
                 if process.is_alive():
-                    process.kill()
+                    _kill_with_children(process)
                 process.join()
 
     def _watch(self, processes: list[Any]) -> int:
@@ -125,6 +126,21 @@ def _let_end(processes: list[Any]) -> None:
     deadline = time.monotonic() + GRACE_S
     for process in processes:
         process.join(max(0.0, deadline - time.monotonic()))
+
+
+def _kill_with_children(process: Any) -> None:
+    """SIGKILL lets a rank end nothing of its own; a writer of its checkpoints would wait for it for ever."""
+    pids = [process.pid, *_descendants(process.pid)]
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def _descendants(pid: int) -> Iterator[int]:
+    for listed in Path(f"/proc/{pid}/task").glob("*/children"):
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            for child in map(int, listed.read_text().split()):
+                yield from (child, *_descendants(child))
 
 
 def _end_with(launcher: int) -> None:

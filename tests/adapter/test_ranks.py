@@ -10,29 +10,36 @@ from pathlib import Path
 import pytest
 
 LAUNCHER = """
-import os, sys, time
+import os, signal, subprocess, sys, time
 from megatron_stability.megatron.ranks import Ranks
 
 def rank(job, prepared):
+    if sys.argv[2:]:  # as Bridge's writer of checkpoints
+        open(f"{job}/{subprocess.Popen(['sleep', '300']).pid}", "w").close()
     open(f"{job}/{os.getpid()}", "w").close()
     time.sleep(300)
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background has it ignored
     with Ranks(2, fork=True) as ranks:
         sys.exit(ranks.run(rank, sys.argv[1]))
 """
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
-def test_a_launcher_that_is_killed_takes_its_ranks_along(tmp_path: Path, how: signal.Signals) -> None:
+@pytest.mark.parametrize(
+    ("how", "writers"), [(signal.SIGKILL, ()), (signal.SIGTERM, ()), (signal.SIGINT, ("writers",))], ids=str
+)
+def test_a_launcher_that_is_ended_takes_its_ranks_along(
+    tmp_path: Path, how: signal.Signals, writers: tuple[str, ...]
+) -> None:
     script, pids = tmp_path / "launcher.py", tmp_path / "pids"
     script.write_text(LAUNCHER)
     pids.mkdir()
     deadline = time.monotonic() + 60
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
-    with subprocess.Popen([sys.executable, str(script), str(pids)], env=environment) as launcher:
+    with subprocess.Popen([sys.executable, str(script), str(pids), *writers], env=environment) as launcher:
         try:
-            while len(list(pids.iterdir())) < 2:
+            while len(list(pids.iterdir())) < 2 + 2 * len(writers):
                 assert time.monotonic() < deadline
                 assert launcher.poll() is None
                 time.sleep(0.05)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +10,8 @@ from pathlib import Path
 import pytest
 
 from megatron_stability import cli
+from megatron_stability.errors import UsageError
+from megatron_stability.nemo import recipe_file
 from tests.dist.pool import Pool
 from tests.e2e import artifacts
 from tests.nemo import jobs, recipe_jobs
@@ -47,20 +50,14 @@ REFUSED = (
     ("train: {train_iters: '${nowhere.at.all}'}", "nowhere"),
     ("model: {num_layers: 2}\nmodel: {num_layers: 3}", "line 2: is not valid YAML"),
     ("- 1", "holds a list"),
-    ("3", "FILE: holds one value, not a mapping of sections"),
     ("on: 3", "True is not a key of a recipe"),
     ("1: {a: 2}", "1 is not a key of a recipe"),
     ("model.num_layers: 2", "as model: {num_layers: ...}"),
-    ("model: [1, 2]", "FILE: model is a list"),
-    ("model: ${nowhere}", "FILE: model is a reference"),
-    ("recipe: '???'", "FILE: recipe is a reference or `???`"),
-    ("scale_down: ${nowhere}", "FILE: scale_down is a reference"),
-    ("model: {num_layers: '${'}", "is not valid YAML"),
     (MOCK + "checkpoint: {save: '???'}", "checkpoint.save is `???`"),
     (MOCK + SHAPE + "  _target_: megatron.nowhere.Model", "and a GPTModelProvider would stay"),
     ("a: [", "is not valid YAML"),
     ("recipe: vanila_gpt_pretrain_config", "did you mean `vanilla_gpt_pretrain_config`?"),
-    ("recipe: [1]", "is not the name of a recipe function"),
+    ("recipe: 1", "is not the name of a recipe function"),
     ("stability: {detect: {loss_spke: {k: 3}}}", "stability.detect.loss_spke is not a known key"),
     ("stability: {mode: acting}", "stability.mode = 'acting'"),
     ("stability: on", "stability: holds a bool"),
@@ -195,9 +192,30 @@ def test_the_stand_in_for_transformer_engine_is_gone_after_the_import(bridge: Po
     assert bridge.run(recipe_jobs.transformer_engine, world=1) == [(True, [])]
 
 
+UNREADABLE = (
+    ("3", "holds one value, not a mapping of sections"),
+    ("model: [1, 2]", "model is a list"),
+    ("scale_down: {train: [1]}", "scale_down: train is a list"),
+    ("model: ${nowhere}", "model is a reference"),
+    ("recipe: '???'", "recipe is a reference or `???`"),
+    ("scale_down: ${nowhere}", "scale_down is a reference"),
+    ("model: {num_layers: '${'}", "is not valid YAML"),
+)
+
+
+@pytest.mark.parametrize(("text", "message"), UNREADABLE)
+def test_a_section_that_is_none_is_refused_before_bridge_is_there(text: str, message: str, tmp_path: Path) -> None:
+    file = tmp_path / "recipe.yaml"
+    file.write_text(text)
+    with pytest.raises(UsageError, match=re.escape(message)):
+        recipe_file.read(file)
+
+
 def test_what_a_save_s_workers_import_again_is_light() -> None:
     """They are spawned, and import the runner as `__main__`: with torch it would be seconds in each, at every save."""
-    code = "import sys, megatron_stability.nemo.pretrain; sys.exit(any(m in sys.modules for m in ('torch', 'megatron')))"
+    code = (
+        "import sys, megatron_stability.nemo.pretrain; sys.exit(any(m in sys.modules for m in ('torch', 'megatron')))"
+    )
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0
 
 
