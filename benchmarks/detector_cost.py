@@ -2,9 +2,10 @@
 
     python benchmarks/detector_cost.py [--steps 20000]
 
-Every optional signal is present on every step, which no real run does; the first rows leave them out. The state is
-measured as JSON at its largest, with every window full. us/step is the first decile over chunks of steps, which a busy
-machine disturbs least; the median stands beside it.
+In the rows of single detectors every optional signal is present on every step, which no real run does. "all, no
+optional signal" is a run that measures none: detectors without their signals are idle there, as in training. The state
+is measured as JSON at its largest, with every window full. us/step is the first decile over chunks of steps, which a
+busy machine disturbs least; the median stands beside it.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from megatron_stability.decide.policy import TablePolicy
 from megatron_stability.detect import build
 from megatron_stability.detect.base import Detector, Stateless
 from megatron_stability.detect.config import Detect
+from megatron_stability.detect.signals import silent
 from megatron_stability.pipeline import Pipeline
 from megatron_stability.records import Action, Decision, StepRecord, Verdict
 
@@ -90,6 +92,7 @@ class Unmoved:
 def seconds(detectors: Sequence[Detector], steps: Sequence[StepRecord]) -> float:
     """Seconds a step for inspect and learn, as the pipeline calls them."""
     pipeline: Pipeline[StepRecord] = Pipeline(lambda record: record, detectors, Unmoved(), ())
+    pipeline = pipeline.without(silent(detectors, steps[0].signals))
     start = time.process_time()
     for record in steps:
         pipeline.finish(*pipeline.decide(record))

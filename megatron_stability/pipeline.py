@@ -13,8 +13,8 @@ Two calls a step, made by the host's adapter (`megatron/train_hooks.py`, `nemo/`
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Protocol
 
@@ -50,14 +50,23 @@ class Pipeline[Local]:
     detectors: Sequence[Detector]
     policy: Policy
     sinks: Sequence[Sink]
+    idle: Collection[str] = ()  # names of detectors whose signals this run does not measure: they are not asked
+
+    def without(self, idle: Collection[str]) -> Pipeline[Local]:
+        """The same with these detectors idle; what they have learned stays in checkpoints."""
+        return replace(self, idle=idle)
 
     @cached_property
     def _inspect(self) -> list[Callable[[StepRecord], Verdict | None]]:
-        return [detector.inspect for detector in self.detectors]  # bound once, for they run every step
+        return [detector.inspect for detector in self._asked]  # bound once, for they run every step
 
     @cached_property
     def _learn(self) -> list[Callable[[StepRecord, bool], None]]:
-        return [detector.learn for detector in self.detectors]
+        return [detector.learn for detector in self._asked]
+
+    @property
+    def _asked(self) -> list[Detector]:
+        return [detector for detector in self.detectors if detector.name not in self.idle]
 
     def decide(self, local: Local) -> tuple[StepRecord, Decision]:
         """Observe, detect, decide. Collective: every rank calls it once a step, in the same order.

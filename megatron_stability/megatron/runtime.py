@@ -134,7 +134,8 @@ class Runtime:
             hook.train_begins()
         extra = {name: how for hook in self._weight_hooks for name, how in hook.signals.items()}
         self._reduction = Reduction(group, device, extra)
-        weight_hooks.say_what_is_silent(self._args, self._pipeline.detectors, self._reduction.signals)
+        idle = weight_hooks.say_what_is_silent(self._args, self._pipeline.detectors, self._reduction.signals)
+        self._pipeline = self._pipeline.without(idle)
         self._forward_state = optimizer_state.ForwardState(model)
         curves = self.config.observe.attention.head_curves
         self.sinks.append(MegatronWriters(self.host, self.config.record.tensorboard, curves))

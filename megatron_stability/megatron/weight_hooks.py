@@ -155,11 +155,13 @@ def say(args: Namespace, what: str) -> None:
         print(f"> megatron-stability: {what}", flush=True)
 
 
-def say_what_is_silent(args: Namespace, detectors: Sequence[Detector], available: Collection[str]) -> None:
-    """One line on the detectors whose signals no hook of this run measures."""
-    if lacking := silent(detectors, available):
+def say_what_is_silent(args: Namespace, detectors: Sequence[Detector], available: Collection[str]) -> Collection[str]:
+    """One line on the detectors whose signals no hook of this run measures; returns their names."""
+    lacking = silent(detectors, available)
+    if lacking:
         names = ", ".join(f"{name} ({', '.join(missing)})" for name, missing in lacking.items())
         say(args, f"detectors without their signals in this run: {names}")
+    return lacking
 
 
 def _observers(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Iterable
 from typing import Any
 
@@ -37,3 +38,8 @@ def feed(detector: Detector, records: Iterable[StepRecord], skip: bool = True) -
 def flagged(verdicts: Iterable[Verdict | None]) -> list[int]:
     """The step numbers with a verdict."""
     return [verdict.step for verdict in verdicts if verdict is not None]
+
+
+def gauss(number: int, sigma: float, seed: int = 0) -> float:
+    """Noise of a step, the same in any order."""
+    return random.Random(seed * 1_000_003 + number).gauss(0, sigma)
