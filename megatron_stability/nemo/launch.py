@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -84,7 +85,10 @@ def _split(argv: list[str]) -> tuple[list[str], list[str]]:
         raise UsageError(
             "after -- stands the command that starts ranks, e.g. -- torchrun --nnodes 2 --nproc-per-node 8"
         )
-    return argv[:at], argv[at + 1 :]
+    starter = argv[at + 1 :]
+    if shutil.which(starter[0]) is None:
+        raise UsageError(f"{starter[0]} after --: there is no such command that can be run; give its path")
+    return argv[:at], starter
 
 
 def _command(options: argparse.Namespace, starter: list[str], words: Sequence[str]) -> list[str]:

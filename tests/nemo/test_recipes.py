@@ -228,6 +228,7 @@ COMMANDS = (
     (["RECIPE", "--supervise", "3"], "give checkpoint.save"),
     (["RECIPE", "--supervise", "-1", "checkpoint.save=x"], "give the restarts"),
     (["RECIPE", "--"], "after -- stands the command"),
+    (["RECIPE", "--", "torchrum"], "torchrum after --: there is no such command"),
     ([], "RECIPE.yaml"),
 )
 
