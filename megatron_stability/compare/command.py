@@ -72,8 +72,10 @@ def _check(options: argparse.Namespace, flags: Sequence[str], started: bool) -> 
         raise UsageError(f"--window {options.window}: must be 1 or more")
     if options.html is not None:
         pages.check("--html", options.html)
-    if options.json is not None and (options.json.suffix.lower() != ".json" or options.json.is_dir()):
-        raise UsageError(f"--json {options.json}: the name of the figures' file ends in .json; give another")
+    if options.json is not None:
+        if options.json.suffix.lower() != ".json" or options.json.is_dir():
+            raise UsageError(f"--json {options.json}: the name of the figures' file ends in .json; give another")
+        pages.check_place("--json", options.json)
     if options.out is not None:
         start.check(options, flags)
     elif len(options.runs) != 2 or started:

@@ -22,6 +22,18 @@ def check(flag: str, path: Path) -> None:
         raise UsageError(f"{flag} {path}: the name of a page ends in .html; give another")
     if path.is_dir():
         raise UsageError(f"{flag} {path}: is a folder; name a file in it")
+    check_place(flag, path)
+
+
+def check_place(flag: str, path: Path) -> None:
+    """Whether the path's folder can be written to, or made; asked before the work that fills the file.
+
+    Raises:
+        UsageError: names what is in the way.
+    """
+    above = next(each for each in path.absolute().parents if each.exists())
+    if not (above.is_dir() and os.access(above, os.W_OK | os.X_OK)):
+        raise UsageError(f"{flag} {path}: cannot be written, for {above} is no folder that takes it; give another")
 
 
 def write(flag: str, path: Path, text: str) -> None:

@@ -283,6 +283,7 @@ def test_the_command_on_two_folders(tmp_path: Path, capsys: pytest.CaptureFixtur
         (("--nproc", "0", "--", "--num-layers", "4"), "--nproc 0"),
         (("--emulate", "none", "--", "--num-layers", "4"), "--emulate none"),
         (("--json", "figures.txt", "--", "--num-layers", "4"), "ends in .json"),
+        (("--json", f"{__file__}/figures.json", "--", "--num-layers", "4"), "cannot be written"),
         (("--", "--save", "x"), "--save after --"),
         (("--", "--fp8-format=hybrid"), "--fp8-format after --"),
         (("--", "--stability-fp8-emulate", "delayed"), "give --emulate"),
