@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -133,23 +133,31 @@ def fingerprints(named: Iterable[tuple[str, torch.Tensor]]) -> dict[str, Fingerp
         By name, in order.
     """
     found = dict(named)
-    if not found:
+    # fp32 weights are their own masters, and need be looked at once only
+    places = {name: (t.device, t.data_ptr(), t.dtype, t.shape, t.stride()) for name, t in found.items()}
+    tensors = {places[name]: tensor for name, tensor in found.items()}
+    if not tensors:
         return {}
-    if all(tensor.device.type == "cpu" and tensor.numel() for tensor in found.values()):
-        return _on_the_host(found)
-    hashes, ranges = [bits(tensor) for tensor in found.values()], [amax(tensor) for tensor in found.values()]
+    on_the_host = all(tensor.device.type == "cpu" and tensor.numel() for tensor in tensors.values())
+    prints = _on_the_host(tensors.values()) if on_the_host else _on_devices(tensors.values())
+    of_place = dict(zip(tensors, prints, strict=True))
+    return {name: of_place[place] for name, place in places.items()}
+
+
+def _on_devices(tensors: Collection[torch.Tensor]) -> list[Fingerprint]:
+    hashes, ranges = [bits(tensor) for tensor in tensors], [amax(tensor) for tensor in tensors]
     device = hashes[0].device
     all_bits = torch.stack([value.to(device) for value in hashes]).tolist()
     all_amax = torch.stack([value.to(device) for value in ranges]).tolist()
-    return {name: Fingerprint(b, a) for name, b, a in zip(found, all_bits, all_amax, strict=True)}
+    return [Fingerprint(b, a) for b, a in zip(all_bits, all_amax, strict=True)]
 
 
-def _on_the_host(found: dict[str, torch.Tensor]) -> dict[str, Fingerprint]:
+def _on_the_host(tensors: Collection[torch.Tensor]) -> list[Fingerprint]:
     """Threads hash while this one looks for the largest: torch's own operators stay in the thread that it knows."""
     with ThreadPoolExecutor(THREADS) as pool:
-        hashes = [pool.submit(_hash, _bytes(tensor)) for tensor in found.values()]
-        ranges = [float(amax(tensor)) for tensor in found.values()]
-        return {name: Fingerprint(h.result(), a) for name, h, a in zip(found, hashes, ranges, strict=True)}
+        hashes = [pool.submit(_hash, _bytes(tensor)) for tensor in tensors]
+        ranges = [float(amax(tensor)) for tensor in tensors]
+        return [Fingerprint(h.result(), a) for h, a in zip(hashes, ranges, strict=True)]
 
 
 def combined(prints: Iterable[Fingerprint]) -> int:
