@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from typing import Any, ClassVar
 
 from megatron_stability.detect import config as c
@@ -38,6 +37,11 @@ class Limit:
         """The value under watch, or None where this record has none."""
         return record.signals.get(self._signal)
 
+    def place(self, record: StepRecord) -> str:
+        """What a reason says of where it was."""
+        del record
+        return ""
+
     def inspect(self, record: StepRecord) -> Verdict | None:
         """See the class."""
         value = self.value(record)
@@ -50,7 +54,7 @@ class Limit:
         if finite:
             tier, limit = next(pair for pair in self.limits if (value > pair[1]) == self.above and value != pair[1])
         side = ("above" if self.above else "below") if finite else "not finite; limit"
-        reason = f"{self.what} {value:.4g} is {side} {limit:g}"
+        reason = f"{self.what} {value:.4g} is {side} {limit:g}{self.place(record)}"
         return Verdict(detector=self.name, tier=tier, step=record.step, value=value, threshold=limit, reason=reason)
 
     def learn(self, record: StepRecord, applied: bool) -> None:
@@ -130,12 +134,10 @@ class AttentionEntropy(Limit):
 class Fp8Limit(Limit):
     """A limit whose reason says which layer's which tensor it is."""
 
-    def inspect(self, record: StepRecord) -> Verdict | None:
+    def place(self, record: StepRecord) -> str:
         """See `Limit`."""
-        verdict = super().inspect(record)
-        if verdict is None or (at := record.signals.get(f"{self.requires[0]}/at")) is None:
-            return verdict
-        return replace(verdict, reason=f"{verdict.reason}: {Site.at(at)}")
+        at = record.signals.get(f"{self.requires[0]}/at")
+        return "" if at is None else f": {Site.at(at)}"
 
 
 class Fp8AmaxRise(Fp8Limit):
@@ -163,7 +165,7 @@ class Fp8Fallbacks(Limit):
 
     def value(self, record: StepRecord) -> float | None:
         """The share over all ranks."""
-        gemms, fallbacks = (record.signals.get(name) for name in ("fp8/gemms", "fp8/fallbacks"))
+        gemms, fallbacks = record.signals.get("fp8/gemms"), record.signals.get("fp8/fallbacks")
         return fallbacks / gemms if gemms and fallbacks is not None else None
 
 
