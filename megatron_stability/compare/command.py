@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from megatron_stability.compare import start
 from megatron_stability.compare.figures import RunFigures
@@ -45,7 +43,7 @@ def run(argv: Sequence[str]) -> int:
     noise = more[0] if more else None
     result = compare(fp8, control, noise, options.warmup, gates)
     if options.json is not None:
-        _write_json(options.json, result)
+        pages.replace("--json", options.json, json.dumps(result, indent=1, allow_nan=False) + "\n")
     if options.html is not None:
         from megatron_stability.compare.plots import write
 
@@ -108,19 +106,6 @@ def figures(folder: Path) -> RunFigures:
     where = nested if not (folder / FILE).exists() and (nested / FILE).exists() else folder
     held_out, seconds = _from_tensorboard(folder / "tensorboard")
     return RunFigures.from_ledger(str(folder), read(where), held_out, seconds, sketches.read(where))
-
-
-def _write_json(path: Path, result: dict[str, Any]) -> None:
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            temporary.write_text(json.dumps(result, indent=1, allow_nan=False) + "\n", encoding="utf-8")
-            os.replace(temporary, path)
-        finally:
-            temporary.unlink(missing_ok=True)
-    except OSError as error:
-        raise UsageError(f"--json {path}: cannot be written ({error.strerror}); give a writable file") from None
 
 
 def _parser() -> argparse.ArgumentParser:

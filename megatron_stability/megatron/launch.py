@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from megatron_stability import config as tree
 from megatron_stability.errors import EXIT_FINE, UsageError
@@ -30,6 +30,16 @@ EPILOG = {
     "run": "SCRIPT and all other flags are Megatron's. Example:\n"
     "  torchrun --nproc-per-node 8 -m megatron_stability.cli run pretrain_gpt.py --spec megatron_stability ...",
 }
+
+
+class Training(Protocol):
+    """What a rank can be told to do."""
+
+    def prepare(self) -> None:
+        """Make the process ready to import Megatron, before any import of it."""
+
+    def train(self) -> None:
+        """Train to the end."""
 
 
 @dataclass(frozen=True)
@@ -163,7 +173,7 @@ def _start_ranks(options: argparse.Namespace, argv: list[str], script: Path | No
             complaint = ranks.ask_once(preflight.complaint_about_arguments, job, world)
             if complaint:
                 raise UsageError(complaint)
-        return ranks.run(_rank_main, job)
+        return ranks.run(rank_main, job)
 
 
 def _be_rank(options: argparse.Namespace, argv: list[str], script: Path | None) -> int:
@@ -212,11 +222,18 @@ def checked_job(options: argparse.Namespace, argv: list[str], script: Path | Non
     return Job(tuple(argv), script, options.cpu, patched=script is not None or config.mode != "off")
 
 
-def _rank_main(job: Job, prepared: bool) -> None:
+def rank_main(job: Training, prepared: bool, program: str = "megatron-stability") -> None:
+    """What a rank's process does; bad input ends it with one sentence and its exit code.
+
+    Args:
+        job: prepared here unless a template was.
+        prepared: by the template that this process was forked from.
+        program: begins the sentence.
+    """
     try:
         if not prepared:
             job.prepare()
         job.train()
     except UsageError as error:
-        print(f"megatron-stability: {error}", file=sys.stderr, flush=True)
+        print(f"{program}: {error}", file=sys.stderr, flush=True)
         sys.exit(error.exit_code)

@@ -8,10 +8,11 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from megatron_stability.errors import EXIT_FINE, UsageError
-from megatron_stability.megatron.launch import MOST_RANKS
+from megatron_stability.megatron.launch import MOST_RANKS, rank_main
 from megatron_stability.megatron.preflight import OneSentenceParser
 from megatron_stability.megatron.ranks import Ranks
 from megatron_stability.nemo import pretrain, recipe_file
@@ -74,7 +75,7 @@ def run(argv: Sequence[str]) -> int:
         complaint = ranks.ask_once(_complaint, job)
         if complaint:
             raise UsageError(complaint)
-        return ranks.run(_rank_main, job)
+        return ranks.run(partial(rank_main, program="megatron-stability nemo"), job)
 
 
 def _split(argv: list[str]) -> tuple[list[str], list[str]]:
@@ -130,13 +131,3 @@ def _complaint(job: Job, prepared: bool) -> str | None:
     except UsageError as error:
         return str(error)
     return None
-
-
-def _rank_main(job: Job, prepared: bool) -> None:
-    try:
-        if not prepared:
-            job.prepare()
-        job.train()
-    except UsageError as error:
-        print(f"megatron-stability nemo: {error}", file=sys.stderr, flush=True)
-        sys.exit(error.exit_code)

@@ -48,6 +48,15 @@ def write(flag: str, path: Path, text: str) -> None:
         UsageError: as `check`, or it can't be written; nothing of it is left.
     """
     check(flag, path)
+    replace(flag, path, text)
+
+
+def replace(flag: str, path: Path, text: str) -> None:
+    """Put a text into a file, with its folder where that is missing; an old one is replaced as a whole.
+
+    Raises:
+        UsageError: it can't be written; nothing of it is left.
+    """
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
