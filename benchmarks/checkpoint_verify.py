@@ -5,9 +5,10 @@
 Throughput: `manifest.hash_files` over one to N threads, against xxh3-128 in a plain loop over the files (what `xxhsum`
 does), `sha256sum`, `xxhsum` where installed, and bare reading, all on the same files in the page cache; then verifying
 and bare reading of files that the page cache has let go of. Each figure is the best of five rounds. --save: real runs
-of Megatron on one rank of the CPU backend, three saves each.
-Synchronous: our calls' share of `save_checkpoint`. Asynchronous: our calls on the training thread (fingerprints, and
-the start of the thread that completes) as a share of one step of 4096 tokens. Medians; the thread's own time is beside.
+of Megatron on one rank of the CPU backend. Synchronous: `save_checkpoint` with the manifest on and off in turns, the
+median of the ratios of neighbours and its 95 % interval; our calls' share of the saves with it on; and likewise the
+step after a save, beside which threads take fingerprints and hash. Asynchronous: our calls on the training thread (and
+what the next update waits for fingerprints) as a share of one step of 4096 tokens. Medians; with the threads' time.
 """
 
 from __future__ import annotations
@@ -27,19 +28,22 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import xxhash
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.step_overhead import interval
 from megatron_stability.record import manifest
 
 FILES = 16
 ROUNDS = 5
 READ, HASH, VERIFY, FROM_DISK = "read, 1 thread", "xxh3-128 in a plain loop, 1 thread", "verify", ", from disk"
-OURS = {"sync": ("add_state", "saved"), "async": ("add_state", "saved", "_complete")}  # sync: `saved` calls the third
+AT_SAVE, AT_UPDATE, AT_END = ("add_state", "saved"), "weights_will_change", "_complete"  # sync: `saved` calls the last
 IN_A_THREAD = "_complete_in_thread"
-FEW_TOKENS = ("--seq-length", "128", "--global-batch-size", "1")
-TOKENS_4096 = ("--seq-length", "1024", "--global-batch-size", "4")
+WARM_UP, PAIRS = 2, 64  # saves: the first ones also plan; pairs of the manifest on and off
+FEW_TOKENS = ("--seq-length", "128", "--global-batch-size", "1", "--train-iters", str(WARM_UP + 2 * PAIRS))
+TOKENS_4096 = ("--seq-length", "1024", "--global-batch-size", "4", "--train-iters", "6", "--save-interval", "2")
 ASYNC = ("--async-save", "--use-persistent-ckpt-worker", "--async-strategy", "mcore")
 
 
@@ -105,8 +109,11 @@ def throughput(megabytes: int, folder: Path) -> dict[str, float]:
     return best(readings, megabytes // FILES * FILES * (1 << 20) / 1e6, paths)
 
 
-def save_shares(hidden_size: int, how: tuple[str, ...], pipe: Any) -> None:
-    """In a process of its own: train, and send the seconds of each save, of our part in it, and of each step."""
+def save_shares(hidden_size: int, how: tuple[str, ...], in_turns: bool, pipe: Any) -> None:
+    """In a process of its own: train, and send the seconds of each save, of our part in it, and of each step.
+
+    in_turns: the manifest is off in every second save, and an earlier save's threads have ended when one begins.
+    """
     from megatron_stability.megatron.launch import Job
 
     os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
@@ -130,64 +137,87 @@ def save_shares(hidden_size: int, how: tuple[str, ...], pipe: Any) -> None:
 
         return call
 
+    def in_turn(save: Callable[..., Any], folder: Path) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> None:
+            runtime = seams.installed()
+            assert runtime is not None
+            ours = runtime.checkpoints
+            ours.close()
+            for each in folder.glob("iter_*"):
+                shutil.rmtree(each)
+            on = len(spent["save_checkpoint"]) % 2 == 0
+            checkpoint = ours._config.checkpoint.model_copy(update={"manifest": on})
+            ours._config = ours._config.model_copy(update={"checkpoint": checkpoint})
+            save(*args, **kwargs)
+            spent.setdefault("mb", []).append(size_of(folder))
+
+        return call
+
     def watch(args: Any) -> None:
         runtime = seams.installed()
         assert runtime is not None
         ours = runtime.checkpoints
-        for method in (*OURS["async"], IN_A_THREAD):
+        for method in (*AT_SAVE, AT_UPDATE, AT_END, IN_A_THREAD):
             setattr(ours, method, timed(getattr(ours, method), method))
 
     with tempfile.TemporaryDirectory() as folder:
         sys.argv = ["benchmark", *cpu.FLAGS, *flags(hidden_size, folder), *how]
         for name in ("save_checkpoint", "train_step"):
             setattr(training, name, timed(getattr(training, name), name))
+        if in_turns:
+            training.save_checkpoint = in_turn(training.save_checkpoint, Path(folder))
         gpt.main(on_arguments=watch)
-        size = sum(path.stat().st_size for path in Path(folder).rglob("*.distcp")) / 1e6
+        spent.setdefault("mb", []).extend(map(size_of, Path(folder).glob("iter_*")))
         seams.uninstall()
-    pipe.send(spent | {"mb": size})
+    pipe.send(spent)
+
+
+def size_of(folder: Path) -> float:
+    """MB of a checkpoint's shards."""
+    return sum(path.stat().st_size for path in folder.rglob("*.distcp")) / 1e6
 
 
 def flags(hidden_size: int, folder: str) -> list[str]:
     """Megatron's flags of the measured run."""
     return [
-        *(
-            "--num-layers",
-            "4",
-            "--hidden-size",
-            str(hidden_size),
-            "--num-attention-heads",
-            "8",
-            "--micro-batch-size",
-            "1",
-        ),
-        *("--max-position-embeddings", "1024", "--micro-batch-size", "1", "--lr", "1e-4", "--train-iters", "6"),
-        *("--vocab-size", "8191", "--eval-iters", "0", "--mock-data"),
-        *("--eval-interval", "1000", "--log-interval", "1000", "--num-workers", "0", "--seed", "7"),
-        *("--save", folder, "--save-interval", "2", "--ckpt-format", "torch_dist", "--position-embedding-type", "rope"),
+        *("--num-layers", "4", "--hidden-size", str(hidden_size), "--num-attention-heads", "8", "--lr", "1e-4"),
+        *("--max-position-embeddings", "1024", "--position-embedding-type", "rope", "--micro-batch-size", "1"),
+        *("--vocab-size", "8191", "--eval-iters", "0", "--mock-data", "--num-workers", "0", "--seed", "7"),
+        *("--eval-interval", "1000", "--log-interval", "1000", "--save", folder, "--save-interval", "1"),
+        *("--ckpt-format", "torch_dist"),
     ]
 
 
-def shares(hidden_size: int) -> dict[str, float]:
-    """Our share of a synchronous save, and our part on the training thread of an asynchronous one."""
-    result = {}
+def shares(hidden_size: int) -> dict[str, Any]:
+    """Added time and our share of a synchronous save, and our part on the training thread of an asynchronous one."""
+    result: dict[str, Any] = {}
     for name, how in (("sync", FEW_TOKENS), ("async", (*TOKENS_4096, *ASYNC))):
         ours, theirs = mp.get_context("spawn").Pipe()
-        process = mp.get_context("spawn").Process(target=save_shares, args=(hidden_size, how, theirs))
+        process = mp.get_context("spawn").Process(target=save_shares, args=(hidden_size, how, name == "sync", theirs))
         process.start()
         theirs.close()
         seen = ours.recv()
         process.join(60)
-        parts = list(map(sum, zip(*(seen[method] for method in OURS[name]), strict=True)))
-        result[f"{name}: checkpoint, MB"] = seen["mb"] / len(parts)
-        result[f"{name}: save_checkpoint, s"] = statistics.median(seen["save_checkpoint"])
-        result[f"{name}: of it ours, ms"] = 1e3 * statistics.median(parts)
-        result[f"{name}: ours in a thread, ms"] = 1e3 * statistics.median(seen[IN_A_THREAD])
-        result[f"{name}: a step, s"] = step = statistics.median(seen["train_step"])
-        if name == "sync":
-            pairs = zip(parts, seen["save_checkpoint"], strict=True)
-            result["sync: ours, % of a save"] = statistics.median(100 * part / whole for part, whole in pairs)
+        saves, steps, updates = seen["save_checkpoint"], seen["train_step"], seen[AT_UPDATE]
+        step = statistics.median(steps)
+        parts = list(map(sum, zip(*(seen[method] for method in AT_SAVE), strict=True)))
+        if name == "sync":  # step, save, step, ...: the next update waits for fingerprints
+            parts = [part + wait for part, wait in zip(parts, updates[1:], strict=False)][WARM_UP::2]
+            of_a_save = [100 * part / whole for part, whole in zip(parts, saves[WARM_UP::2], strict=False)]
+            result["sync: on the training thread, % of a save"] = statistics.median(of_a_save)
+            for what, times in (("save", saves[WARM_UP:]), ("next step", steps[WARM_UP + 1 :])):
+                added = [100 * (on / off - 1) for on, off in zip(times[::2], times[1::2], strict=False)]
+                result[f"sync: {what} longer by, %"] = statistics.median(added)
+                result[f"sync: {what}, 95 % interval"] = interval(added)
+            saves = saves[WARM_UP::2]
         else:
-            result["async: ours, % of a step"] = 100 * statistics.median(parts) / step
+            parts = [(sum(parts) + sum(seen[AT_END]) + sum(updates)) / len(parts)]
+            result["async: on the training thread, % of a step"] = 100 * parts[0] / step
+        result[f"{name}: checkpoint, MB"] = statistics.median(seen["mb"])
+        result[f"{name}: save_checkpoint, ms"] = 1e3 * statistics.median(saves)
+        result[f"{name}: on the training thread, ms"] = 1e3 * statistics.median(parts)
+        result[f"{name}: in a thread, ms"] = 1e3 * statistics.median(seen[IN_A_THREAD])
+        result[f"{name}: a step, ms"] = 1e3 * step
     return result
 
 
@@ -213,7 +243,7 @@ def main() -> None:
     table.add_column("reading")
     table.add_column("", justify="right")
     for name, value in (result["MB/s"] | result.get("save", {})).items():
-        table.add_row(name, f"{value:,.2f}" if value < 10 else f"{value:,.0f}")
+        table.add_row(name, ", ".join(f"{v:,.2f}" if v < 10 else f"{v:,.0f}" for v in np.atleast_1d(value)))
     for name in ("verify / (fastest hash x cpus)", "verify / read, from disk"):
         table.add_row(name, f"{result[name]:.2f}")
     Console().print(table)

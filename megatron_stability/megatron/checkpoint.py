@@ -26,12 +26,14 @@ from megatron_stability.megatron import install_digest, optimizer_state, rank_st
 from megatron_stability.megatron.failed_save import Failure, SaveError, attempt, tell
 from megatron_stability.megatron.fp8_flags import active_transformer_engine
 from megatron_stability.megatron.host import Host
+from megatron_stability.observe.fingerprint import Fingerprint
 from megatron_stability.record import generations, manifest
 from megatron_stability.record.manifest import FileEntry, Manifest
 from megatron_stability.transformer_engine import extra_state
 
 SHARES_WAIT_S = 1800.0  # how long rank 0's thread waits for the other ranks' threads
 _SHARE = ".stability-share-{rank}.json"
+Prints = Callable[[], dict[str, Fingerprint]]  # waits for them
 
 
 class Checkpoints:
@@ -53,7 +55,7 @@ class Checkpoints:
         self._model: list[Any] = []
         self._optimizer: Any = None
         self._states: tuple[str, ...] = ()
-        self._rank_says: dict[str, Any] = {}  # of the save that goes on: its flaw, and digests of its replica
+        self._prints: Prints = dict  # of the tensors that were saved last
         self._unwritten: Failure | None = None  # of the save that goes on
         self._hashes: dict[str, str] | None = None
         self._completing: ThreadPoolExecutor | None = None
@@ -61,6 +63,7 @@ class Checkpoints:
         self._resumed: Manifest | None = None  # of the checkpoint that is being loaded
         self._ckpt_step: Any = None
         self._loaded_rank_state: dict[str, Any] | None = None
+        self._saved_prints: bytes | None = None  # `rank_state.packed`, of the checkpoint that is being loaded
         self._loaded = False
         self._chosen: Manifest | None = None  # by a rewind: the next load takes it
         self._suspect: tuple[int, str] | None = None  # the step whose save is evidence only, and why
@@ -86,15 +89,8 @@ class Checkpoints:
             manifest.begin(folder)
             for stale in folder.glob(_SHARE.format(rank="*")):  # of a save that was killed; a new one comes after this
                 stale.unlink()
-        prints = rank_state.measure(self._model, self._optimizer) if self._model else {}
-        bad = next((name for name, each in prints.items() if not each.finite), None)
-        self._rank_says = {
-            "flaw": None if bad is None else f"{bad} holds NaN or Inf",
-            "replicas": rank_state.replica_digests(self._model, prints) if self._model else [],
-        }
         if self._args.ckpt_format == "torch_dist":
-            data = {"generators": rank_state.generators()} | rank_state.packed(prints, self._model)
-            state_dict[rank_state.KEY] = rank_state.sharded(data)
+            state_dict[rank_state.KEY] = rank_state.sharded({"generators": rank_state.generators()})
         self._states = tuple(sorted(set(state_dict) - {"args", "iteration", "checkpoint_version"}))
 
     def saved(self, save_dir: str, iteration: int, request: Any) -> None:
@@ -102,12 +98,20 @@ class Checkpoints:
         if not self._on:
             return
         folder = generations.folder_of(Path(save_dir), iteration)
-        complete = partial(self._complete, folder, self._draft(iteration), self._rank_says)
+        if self._model:
+            self._prints = rank_state.begin_measure(self._model, self._optimizer)
+        complete = partial(self._complete, folder, self._draft(iteration), self._prints)
         if request is None:
             complete()
         else:
+            self._prints()  # its writer is another process, and host tensors handed to one move into shared memory
             request.finalize_fns[:] = [self.survives_a_full_disk(each) for each in request.finalize_fns]
             request.add_finalize_fn(complete)
+
+    def weights_will_change(self) -> None:
+        """Before an optimizer's step: what is looked at since the last save has been looked at when this returns."""
+        self._prints()
+        self._prints = dict
 
     def survives_a_full_disk[**P, T](self, write: Callable[P, T]) -> Callable[P, T | None]:
         """Let training go on where Megatron's writer failed, which it tells every rank by an exception on each.
@@ -183,11 +187,12 @@ class Checkpoints:
             states=self._states,
         )
 
-    def _hash_share(self, folder: Path, rank: int, world: int) -> dict[str, FileEntry]:
+    def _hash_share(self, folder: Path, rank: int, world: int, prints: dict[str, Fingerprint]) -> dict[str, FileEntry]:
+        (folder / rank_state.file_of(rank)).write_bytes(rank_state.packed(prints, self._model))
         names = manifest.share(manifest.file_names(folder), rank, world)
         return manifest.hash_files(folder, names, threads=self._config.checkpoint.threads, sync=True)
 
-    def _complete(self, folder: Path, draft: Manifest, says: dict[str, Any]) -> None:
+    def _complete(self, folder: Path, draft: Manifest, prints: Prints) -> None:
         """Begin the completion of what is written, and let training go on."""
         unwritten, self._unwritten = self._unwritten, None
         if unwritten is not None:  # on every rank, so none waits for another's share
@@ -199,13 +204,19 @@ class Checkpoints:
             work.result()  # raises what its thread raised
         if self._completing is None:
             self._completing = ThreadPoolExecutor(1, thread_name_prefix="checkpoint completion")
-        work = self._completing.submit(self._complete_in_thread, folder, draft, says, dist.get_rank())
+        work = self._completing.submit(self._complete_in_thread, folder, draft, prints, dist.get_rank())
         self._pending.append(work)
 
-    def _complete_in_thread(self, folder: Path, draft: Manifest, says: dict[str, Any], rank: int) -> None:
-        share, failure = attempt(lambda: self._hash_share(folder, rank, draft.layout["world_size"]))
+    def _complete_in_thread(self, folder: Path, draft: Manifest, taken: Prints, rank: int) -> None:
+        prints = taken()
+        bad = next((name for name, each in prints.items() if not each.finite), None)
+        said = {
+            "flaw": None if bad is None else f"{bad} holds NaN or Inf",
+            "replicas": rank_state.replica_digests(self._model, prints) if self._model else [],
+        }
+        share, failure = attempt(lambda: self._hash_share(folder, rank, draft.layout["world_size"], prints))
         entries = {name: entry.model_dump() for name, entry in (share or {}).items()}
-        text = json.dumps({"files": entries, "failure": failure} | says).encode()
+        text = json.dumps({"files": entries, "failure": failure} | said).encode()
         _, unwritten = attempt(lambda: manifest.write_atomically(folder / _SHARE.format(rank=rank), text))
         if rank == 0:
             _, failure = attempt(lambda: self._gather(folder, draft)) if unwritten is None else (None, unwritten)
@@ -275,6 +286,9 @@ class Checkpoints:
         if not self._args.finetune:
             resume.refuse_changes(self._resumed, self._args, self._hashes, self._config.checkpoint)
         self._args.ckpt_step = self._resumed.step
+        mine = rank_state.file_of(dist.get_rank())
+        if mine in self._resumed.files and self._rank_state_fits():
+            self._saved_prints = (generations.folder_of(Path(load_dir), self._resumed.step) / mine).read_bytes()
 
     def choose_older(self, back: int, sample: int) -> Manifest | None:
         """As `resume.choose_older` in `--save`; the next load takes what was chosen. Collective."""
@@ -317,7 +331,8 @@ class Checkpoints:
             optimizer_state.restore_step(optimizer)
         prints = rank_state.measure(model, optimizer) if self._loaded else rank_state.measure(model, None)
         state = self._loaded_rank_state or {}
-        here = rank_state.complaint(prints, rank_state.unpacked(state, model)) if self._loaded else None
+        saved = rank_state.unpacked(self._saved_prints, model) if self._saved_prints else None
+        here = rank_state.complaint(prints, saved) if self._loaded else None
         replicas = rank_state.check_replicas(model, prints)
         rank_state.agree(here or replicas)
         if "generators" in state:
@@ -327,7 +342,7 @@ class Checkpoints:
                 "> megatron-stability: random generators are not those of the checkpoint (another layout, or "
                 "--no-load-rng): the run goes on with the same samples, but not bit for bit"
             )
-        self._loaded_rank_state = None
+        self._loaded_rank_state = self._saved_prints = None
 
     def _rank_state_fits(self) -> bool:
         """Whether the checkpoint that is being loaded has a state of this rank that a load should take."""

@@ -7,9 +7,10 @@ rank's is saved, and it is restored right before the first step.
 
 from __future__ import annotations
 
+import json
 import random
 from argparse import Namespace
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,7 +20,9 @@ from megatron.core import parallel_state, tensor_parallel
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 
 from megatron_stability.errors import UsageError
-from megatron_stability.observe.fingerprint import Fingerprint, combined, fingerprints
+from megatron_stability.observe import fingerprint
+from megatron_stability.observe.fingerprint import Fingerprint, combined
+from megatron_stability.record.entries import strict
 
 KEY = "megatron_stability_rank"
 
@@ -87,22 +90,32 @@ def optimizer_tensors(optimizer: Any) -> Iterator[tuple[str, torch.Tensor]]:
                     yield f"{name}.{key}", moments[key]
 
 
+def begin_measure(model: list[Any], optimizer: Any) -> Callable[[], dict[str, Fingerprint]]:
+    """`measure` beside what comes next, which must not change a tensor before the result is asked for."""
+    return fingerprint.begin([*weights(model), *optimizer_tensors(optimizer)])
+
+
 def measure(model: list[Any], optimizer: Any) -> dict[str, Fingerprint]:
     """Fingerprints of this rank's weights and optimizer state."""
-    return fingerprints([*weights(model), *optimizer_tensors(optimizer)])
+    return begin_measure(model, optimizer)()
 
 
-def packed(prints: dict[str, Fingerprint], model: list[Any]) -> dict[str, Any]:
-    """Fingerprints as primitives, for a checkpoint, with the kind of device that hashed them."""
-    return {"tensors": {name: (each.bits, each.amax) for name, each in prints.items()}, "hashed_on": _device(model)}
+def file_of(rank: int) -> str:
+    """The file of a checkpoint with a rank's fingerprints, named as Megatron's writers name that rank's."""
+    return f"__{rank}_stability.json"
 
 
-def unpacked(state: dict[str, Any], model: list[Any]) -> dict[str, tuple[int | None, float]] | None:
-    """The inverse of `packed`: (bits, amax) by name, bits None where another kind of device hashed; None: not there."""
-    if "tensors" not in state:
-        return None
-    same = state.get("hashed_on") == _device(model)
-    return {name: (bits if same else None, amax) for name, (bits, amax) in state["tensors"].items()}
+def packed(prints: Mapping[str, Fingerprint], model: list[Any]) -> bytes:
+    """Fingerprints as JSON, with the kind of device that hashed them."""
+    tensors = {name: (each.bits, each.amax) for name, each in prints.items()}
+    return json.dumps(strict({"hashed_on": _device(model), "tensors": tensors}), allow_nan=False).encode()
+
+
+def unpacked(text: bytes, model: list[Any]) -> dict[str, tuple[int | None, float]]:
+    """The inverse of `packed`: (bits, amax) by name, bits None where another kind of device hashed."""
+    state = json.loads(text)
+    same = state["hashed_on"] == _device(model)
+    return {name: (bits if same else None, float(amax)) for name, (bits, amax) in state["tensors"].items()}
 
 
 def _device(model: list[Any]) -> str:

@@ -253,6 +253,8 @@ class Runtime:
             self._scales[decision.action].begin(record.step, factor, steps)
         for action, key in SCALED.items():
             self._scaled_groups.scale(self.optimizer, key, self._scales[action].at(record.step))
+        if decision.updates_weights:
+            self.checkpoints.weights_will_change()
         return decision.updates_weights
 
     def update_done(self, update_successful: bool) -> None:

@@ -84,19 +84,15 @@ class StabilityCheckpointManager(DefaultCheckpointManager):
 
         if seams.checkpoint_write(bridges)():  # else the disk is full, and what is there goes away
             seams.checkpoint_write(ours)()
-        one = _Save()
-        seams.checkpoint_saved(str(folder.parent), step, one)
-        self._under_way.append(one)
-        if not self.checkpoint_config.async_save:
-            self._complete_oldest()
+        request = _Save() if self.checkpoint_config.async_save else None
+        seams.checkpoint_saved(str(folder.parent), step, request)
+        if request is not None:
+            self._under_way.append(request)
 
     def written(self) -> None:
         """Bridge says that all bytes of its oldest save under way are on disk. Every rank."""
-        if self.checkpoint_config.async_save:
-            self._complete_oldest()
-
-    def _complete_oldest(self) -> None:
-        self._under_way.popleft().written()
+        if self._under_way:
+            self._under_way.popleft().written()
 
     def load(self, ctx: CheckpointLoadContext) -> tuple[int, int]:
         """A verified checkpoint, or none. Collective."""

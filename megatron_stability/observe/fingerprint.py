@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 import xxhash
 
 CHUNK = 1 << 20  # 8-byte words mixed at once: the temporary memory is a few times 8 MiB
-THREADS = 4  # host tensors looked at at once; the work leaves Python's lock
+BLOCK = 1 << 22  # bytes of a host tensor that are hashed and searched before the next: they stay in the cache
 _GOLDEN = -7046029254386353131  # 2^64 / golden ratio, odd, as int64
 _LOW = 0xFFFFFFFF
 
@@ -41,15 +42,11 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
     """
     if tensor.device.type != "cpu" or not tensor.numel():
         return mixed(tensor)
-    return torch.tensor(_hash(_bytes(tensor)), dtype=torch.int64)
+    return torch.tensor(_signed(xxhash.xxh3_64_intdigest(_bytes(tensor))), dtype=torch.int64)
 
 
 def _bytes(tensor: torch.Tensor) -> memoryview:
     return memoryview(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy())
-
-
-def _hash(data: memoryview) -> int:
-    return _signed(xxhash.xxh3_64_intdigest(data))
 
 
 @torch.no_grad()
@@ -124,7 +121,7 @@ def amax(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def fingerprints(named: Iterable[tuple[str, torch.Tensor]]) -> dict[str, Fingerprint]:
-    """The fingerprint of each tensor, with two copies to the host in all.
+    """The fingerprint of each tensor.
 
     Args:
         named: (name, tensor), all on one device or on several.
@@ -132,32 +129,68 @@ def fingerprints(named: Iterable[tuple[str, torch.Tensor]]) -> dict[str, Fingerp
     Returns:
         By name, in order.
     """
+    return begin(named)()
+
+
+def begin(named: Iterable[tuple[str, torch.Tensor]]) -> Callable[[], dict[str, Fingerprint]]:
+    """Begin `fingerprints` beside what the caller does next: on a device behind its queue, on the host in a thread.
+
+    Args:
+        named: as there; no tensor may change before the result is asked for.
+
+    Returns:
+        Waits for the fingerprints; with two copies to the host in all.
+    """
     found = dict(named)
     # fp32 weights are their own masters, and need be looked at once only
     places = {name: (t.device, t.data_ptr(), t.dtype, t.shape, t.stride()) for name, t in found.items()}
     tensors = {places[name]: tensor for name, tensor in found.items()}
-    if not tensors:
-        return {}
-    on_the_host = all(tensor.device.type == "cpu" and tensor.numel() for tensor in tensors.values())
-    prints = _on_the_host(tensors.values()) if on_the_host else _on_devices(tensors.values())
-    of_place = dict(zip(tensors, prints, strict=True))
-    return {name: of_place[place] for name, place in places.items()}
+    on_the_host = all(tensor.device.type == "cpu" for tensor in tensors.values())
+    wait = _on_the_host(tensors.values()) if on_the_host else _on_devices(tensors.values())
+
+    def result() -> dict[str, Fingerprint]:
+        of_place = dict(zip(tensors, wait(), strict=True))
+        return {name: of_place[place] for name, place in places.items()}
+
+    return result
 
 
-def _on_devices(tensors: Collection[torch.Tensor]) -> list[Fingerprint]:
-    hashes, ranges = [bits(tensor) for tensor in tensors], [amax(tensor) for tensor in tensors]
-    device = hashes[0].device
-    all_bits = torch.stack([value.to(device) for value in hashes]).tolist()
-    all_amax = torch.stack([value.to(device) for value in ranges]).tolist()
-    return [Fingerprint(b, a) for b, a in zip(all_bits, all_amax, strict=True)]
+def _on_devices(tensors: Collection[torch.Tensor]) -> Callable[[], list[Fingerprint]]:
+    device = next(tensor.device for tensor in tensors if tensor.device.type != "cpu")
+    all_bits = torch.stack([bits(tensor).to(device) for tensor in tensors])
+    all_amax = torch.stack([amax(tensor).to(device) for tensor in tensors])
+    return lambda: [Fingerprint(b, a) for b, a in zip(all_bits.tolist(), all_amax.tolist(), strict=True)]
 
 
-def _on_the_host(tensors: Collection[torch.Tensor]) -> list[Fingerprint]:
-    """Threads hash while this one looks for the largest: torch's own operators stay in the thread that it knows."""
-    with ThreadPoolExecutor(THREADS) as pool:
-        hashes = [pool.submit(_hash, _bytes(tensor)) for tensor in tensors]
-        ranges = [float(amax(tensor)) for tensor in tensors]
-        return [Fingerprint(h.result(), a) for h, a in zip(hashes, ranges, strict=True)]
+def _on_the_host(tensors: Collection[torch.Tensor]) -> Callable[[], list[Fingerprint]]:
+    raw = [(_bytes(tensor), tensor.dtype) for tensor in tensors]
+    pool = ThreadPoolExecutor(1, thread_name_prefix="fingerprints")
+    work = pool.submit(lambda: [_of_bytes(data, dtype) for data, dtype in raw])
+    pool.shutdown(wait=False)
+    return work.result
+
+
+def _of_bytes(data: memoryview, dtype: torch.dtype) -> Fingerprint:
+    """Hash and amax in one reading, mostly without Python's lock.
+
+    A float's code without its sign grows with the magnitude, up to Inf and on to NaN: so the largest code as a signed
+    and as an unsigned integer are those of the positive and of the negative elements.
+    """
+    if not data.nbytes:
+        return Fingerprint(0, 0.0)
+    width = dtype.itemsize if dtype.is_floating_point else 1
+    signed = np.frombuffer(data, f"i{width}")
+    unsigned = signed.view(f"u{width}")
+    digest, largest, magnitude = xxhash.xxh3_64(), 0, (1 << (8 * width - 1)) - 1
+    for start in range(0, signed.size, BLOCK // width):
+        block = slice(start, start + BLOCK // width)
+        digest.update(signed[block])
+        if dtype.is_floating_point:
+            largest = max(largest, int(signed[block].max()), int(unsigned[block].max()) & magnitude)
+    if not dtype.is_floating_point:
+        return Fingerprint(_signed(digest.intdigest()), 0.0)
+    code = torch.tensor([largest], dtype=getattr(torch, f"int{8 * width}"))
+    return Fingerprint(_signed(digest.intdigest()), float(amax(code.view(dtype))))
 
 
 def combined(prints: Iterable[Fingerprint]) -> int:

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from megatron_stability.record import manifest
 
 TOLERANCE = 0.05  # of a tensor's largest magnitude; after a few steps the order of sums alone moves bf16 weights by 1 %
-OWN = "megatron_stability_rank"
+OWN, FINGERPRINTS = "megatron_stability_rank", "__*_stability.json"
 
 
 def tensors(folder: Path) -> dict[str, torch.Tensor]:
@@ -39,7 +39,7 @@ class _Raw(DefaultLoadPlanner):
 
 
 def rank_states(folder: Path) -> dict[str, Any]:
-    """What each rank kept for itself (generators, fingerprints): tensors and primitives, by key and rank."""
+    """What each rank kept for itself (its generators): tensors and primitives, by key and rank."""
     reader = FileSystemReader(folder)
     state: dict[str, Any] = {
         key: io.BytesIO()
@@ -49,6 +49,11 @@ def rank_states(folder: Path) -> dict[str, Any]:
     planner = _Raw()
     load(state, storage_reader=reader, planner=planner, no_dist=True)
     return {key: torch.load(io.BytesIO(planner.state_dict[key]), weights_only=True) for key in state}
+
+
+def fingerprints(folder: Path) -> dict[str, str]:
+    """What each rank wrote of its tensors, by file name."""
+    return {path.name: path.read_text() for path in folder.glob(FINGERPRINTS)}
 
 
 def compare(one: Path, other: Path, *, bitwise: bool) -> tuple[str, bool]:
@@ -75,7 +80,7 @@ def compare(one: Path, other: Path, *, bitwise: bool) -> tuple[str, bool]:
         if unequal:
             return f"{len(unequal)} of {len(first)} tensors differ, first {unequal[0]}", False
         ranks = rank_states(one), rank_states(other)
-        if text(ranks[0]) != text(ranks[1]):
+        if text(ranks[0]) != text(ranks[1]) or fingerprints(one) != fingerprints(other):
             return "random generators or local tensors of a rank differ", False
         return f"equal to the bit: {len(first)} tensors, generators of {len(ranks[0])} ranks", True
     weights = [key for key in first if not key.startswith("optimizer") and key in second]

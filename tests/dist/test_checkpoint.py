@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import time
 from pathlib import Path
 from typing import Any
 
@@ -20,16 +21,28 @@ RUN = ("--train-iters", "6", "--ckpt-format", "torch_dist", "--hidden-dropout", 
 
 
 def train(context: Context, *flags: str) -> tuple[Any, dict[str, Any]]:
-    """A run with the plugin; also the generators as they stand at its end. A refusal comes back as its exit code."""
+    """A run with the plugin; also the generators as they stand at its end. A refusal comes back as its exit code.
+
+    Fingerprints are slower than a step's forward and backward, so that an update has to wait for them.
+    """
     from megatron_stability.megatron import rank_state, seams
+    from megatron_stability.observe import fingerprint
+
+    quick = fingerprint._of_bytes
+
+    def slow(data: memoryview, dtype: Any) -> fingerprint.Fingerprint:
+        time.sleep(0.01)
+        return quick(data, dtype)
 
     try:
+        fingerprint._of_bytes = slow
         run = small_gpt.train(context, *flags)
         state = rank_state.generators()
         return run, {name: compare_checkpoints.text(state[name]) for name in state}
     except SystemExit as end:
         return end.code, {}
     finally:
+        fingerprint._of_bytes = quick
         seams.uninstall()
 
 

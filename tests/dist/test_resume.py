@@ -143,10 +143,9 @@ def judge(context: Context) -> dict[str, Any]:
     torch.manual_seed(0)
     model = [torch.nn.Linear(8, 8)]
     prints = rank_state.measure(model, None)
-    state = rank_state.packed(prints, model)
-    saved = rank_state.unpacked(state, model)
-    other = rank_state.unpacked(state | {"hashed_on": "cuda"}, model)
-    assert saved is not None
+    packed = rank_state.packed(prints, model)
+    saved = rank_state.unpacked(packed, model)
+    other = rank_state.unpacked(packed.replace(b'"cpu"', b'"cuda"'), model)
     assert other == {name: (None, amax) for name, (_, amax) in saved.items()}
     said = {"healthy": rank_state.complaint(prints, saved), "replicas": rank_state.check_replicas(model, prints)}
     state = rank_state.generators()
