@@ -29,21 +29,30 @@ _SLOTS_OF_A_GEMM = {"scaling_fwd": 3, "scaling_bwd": 2}
 
 @dataclass(frozen=True)
 class TensorState:
-    """Delayed scaling's state of one tensor: tensors of one element on the device, and the history's length.
+    """Delayed scaling's state of one tensor, on its device.
 
     Attributes:
         gemm: 0-based, of the module's.
         tensor: input, weight or grad_output.
         staged: amax since the last reduction (row 0).
         amax: newest reduced amax; with a history of 1 TE keeps none, and it is what the scale says.
-        scale: the multiplier.
+        scales: [n] the multipliers, of which this tensor's is at `slot`; TE's own tensor.
+        slot: there.
+        least_normal: of the format.
     """
 
     gemm: int
     tensor: str
     staged: torch.Tensor
     amax: torch.Tensor
-    scale: torch.Tensor
+    scales: torch.Tensor
+    slot: int
+    least_normal: float
+
+    @property
+    def scale(self) -> torch.Tensor:
+        """[] the multiplier."""
+        return self.scales[self.slot]
 
 
 def version() -> Version:
@@ -172,7 +181,7 @@ def delayed(module: Any, margin: int = 0) -> list[TensorState]:
             history, scale = states[key].amax_history, attribute(states[key], "scale")
             fmt = E4M3 if key == "scaling_fwd" or _is_e4m3(module) else E5M2
             newest = history[-1, slot] if history.shape[0] > 1 else fmt.max / (scale[slot] * 2**margin)
-            found.append(TensorState(gemm, tensor, history[0, slot], newest, scale[slot]))
+            found.append(TensorState(gemm, tensor, history[0, slot], newest, scale, slot, fmt.least_normal))
     return found
 
 

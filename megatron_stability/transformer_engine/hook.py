@@ -23,7 +23,7 @@ import xxhash
 
 from megatron_stability.errors import UsageError
 from megatron_stability.observe import fp8_samples
-from megatron_stability.observe.fp8 import SIGNALS, AmaxHistory, worst
+from megatron_stability.observe.fp8 import SIGNALS, AmaxHistory, binades, worst
 from megatron_stability.observe.reduction import Combine
 from megatron_stability.records import StepRecord
 from megatron_stability.sites import TENSORS, Site
@@ -132,6 +132,11 @@ class TransformerEngineHook:
         amax, scale = torch.stack([s.amax for _, s in states]), torch.stack([s.scale for _, s in states])
         places = [linear.site(state.gemm, state.tensor).order for linear, state in states]
         orders = torch.tensor(places, dtype=torch.float64, device=amax.device)
+        before = {id(now): was for now, was in self._kept}  # TE makes a module's state in its first forward, with 1
+        used = torch.stack(
+            [before[id(s.scales)][s.slot] if id(s.scales) in before else torch.ones_like(s.scale) for _, s in states]
+        )
+        least_normal = torch.tensor([s.least_normal for _, s in states], device=amax.device)
         self._past = self._past or AmaxHistory(len(states), amax.device)
         self._seen = amax.clone(), scale.clone()
         rise = self._past.rise(amax)
@@ -140,6 +145,7 @@ class TransformerEngineHook:
             | worst("fp8/amax_rise", rise, orders)
             | worst("fp8/amax_fall", rise.reciprocal(), orders)
             | worst("fp8/scale_age", self._past.age(amax, scale), orders)
+            | binades(amax, used, least_normal, orders)
         )
 
     def update_done(self, record: StepRecord, updated: bool) -> None:

@@ -13,8 +13,8 @@ from transformer_engine.pytorch.quantization import FP8GlobalStateManager, Recip
 CPU = torch.device("cpu")
 
 
-def delayed_recipe(length: int = 4) -> Any:
-    return DelayedScaling(amax_history_len=length, fp8_format=Format.HYBRID, amax_compute_algo="max")
+def delayed_recipe(length: int = 4, margin: int = 0) -> Any:
+    return DelayedScaling(margin=margin, amax_history_len=length, fp8_format=Format.HYBRID, amax_compute_algo="max")
 
 
 def built(kind: Any, *sizes: int) -> Any:

@@ -1,5 +1,6 @@
 """The adapter on TE's own modules, recipe states and global buffers, in every pinned version."""
 
+import math
 from types import SimpleNamespace
 
 import pytest
@@ -109,3 +110,24 @@ def test_the_hook_counts_gemms_reports_a_rise_and_names_modules_as_checkpoints_d
     assert (signals["fp8/gemms"], signals["fp8/fallbacks"]) == (2.0, 1.0)
     assert signals["fp8/amax_rise"] == pytest.approx(100.0)
     assert Site.at(signals["fp8/amax_rise/at"]) == Site(5, "linear_fc1", "input")
+
+
+@pytest.mark.parametrize(("margin", "left"), [(0, 14.8), (8, 6.8)])
+def test_binades_are_those_that_the_steps_own_scale_left(margin: int, left: float) -> None:
+    """Of the scale that the forward used, not of the one that TE made of this step's amax after it."""
+    module = modules.linear(modules.delayed_recipe(margin=margin))
+    hook = TransformerEngineHook([modules.chunk(linear_fc1=module)], modules.CPU, a_run(margin=margin))
+    seen = []
+    for amax in (2.0, 2.0, 2.0, 1.0):
+        hook.step_begins(1)
+        for key, row, largest in (("scaling_fwd", [amax, 2.0, 0.0], 448.0), ("scaling_bwd", [8.0, 0.0], 57344.0)):
+            state = module.fp8_meta[key]
+            state.amax_history[0] = torch.tensor(row)
+            quantization._amax_and_scale_update(state.amax_history, state.scale, largest, module.fp8_meta["recipe"])
+        seen.append(hook.observe())
+        hook.update_done(SimpleNamespace(step=1), True)
+    values = [float(signals["fp8/binades"]) for signals in seen]
+    assert math.isnan(values[0]), "the first forward has the scale of 1 that TE begins with"
+    assert values[1:] == pytest.approx([left, left, left - 1], abs=0.01)
+    place = float(seen[-1]["fp8/binades/at"])
+    assert math.isnan(place) if margin == 0 else Site.at(place) == Site(5, "linear_fc1", "input")
