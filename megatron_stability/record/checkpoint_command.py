@@ -171,16 +171,23 @@ def _drill(options: argparse.Namespace) -> int:
         raise UsageError("--nproc: a resume with other ranks needs the run's command after `--`")
     if options.work is not None and not options.work.is_dir():
         raise UsageError(f"--work {options.work}: is not a folder; make it, or name another")
-    with tempfile.TemporaryDirectory(prefix=".drill-", dir=options.work or options.folder) as work:
+    command = options.command[1:] if options.command[:1] == ["megatron-stability"] else options.command
+    if command and command[0] not in ("pretrain", "run"):
+        raise UsageError(
+            f"{command[0]}: after `--` comes the run's command as it follows `megatron-stability`: pretrain or run"
+        )
+    with (
+        tempfile.TemporaryDirectory(prefix=".drill-", dir=options.work or options.folder) as work,
+        Console(stderr=True).status("damaging copies") as doing,
+    ):
         outcomes = list(drill.file_drills(options.folder, Path(work) / "files"))
-        for number, nproc in enumerate((None, options.nproc) if options.command else ()):
+        for number, nproc in enumerate((None, options.nproc) if command else ()):
             if number and nproc is None:
                 continue
+            doing.update(f"a resumed run on {'as many' if nproc is None else nproc} ranks")
             place = Path(work) / f"run-{number}"
             place.mkdir()
-            outcomes.append(
-                drill.resume_drill(options.folder, place, options.command, nproc=nproc, timeout_s=options.timeout)
-            )
+            outcomes.append(drill.resume_drill(options.folder, place, command, nproc=nproc, timeout_s=options.timeout))
     if options.json:
         _dump({"drills": [dataclasses.asdict(outcome) for outcome in outcomes]})
     else:

@@ -87,6 +87,11 @@ def test_a_run_that_ends_badly_fails_its_drill(root: Path, tmp_path: Path) -> No
     assert outcome.got == "exit code 2"
 
 
+def test_a_resumed_run_is_asked_for_as_this_tool_starts_it(root: Path) -> None:
+    with pytest.raises(UsageError, match=r"torchrun: after `--` comes .* pretrain or run"):
+        checkpoint_command.run(["drill", str(root), "--", "torchrun", "pretrain_gpt.py"])
+
+
 @pytest.mark.parametrize("argv", [["list", "nowhere"], ["verify", "{empty}"], ["drill", "{empty}", "--nproc", "4"]])
 def test_bad_input_is_one_sentence(tmp_path: Path, argv: list[str]) -> None:
     (tmp_path / "empty").mkdir()
