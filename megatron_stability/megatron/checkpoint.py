@@ -87,8 +87,9 @@ class Checkpoints:
             generations.set_aside(folder)
         if dist.get_rank() == 0 and folder.is_dir():
             manifest.begin(folder)
-            for stale in folder.glob(_SHARE.format(rank="*")):  # of a save that was killed; a new one comes after this
-                stale.unlink()
+            for stale in (_SHARE.format(rank="*"), rank_state.file_of("*")):  # of a killed save, maybe of more ranks
+                for path in folder.glob(stale):
+                    path.unlink()
         if self._args.ckpt_format == "torch_dist":
             state_dict[rank_state.KEY] = rank_state.sharded({"generators": rank_state.generators()})
         self._states = tuple(sorted(set(state_dict) - {"args", "iteration", "checkpoint_version"}))
@@ -99,6 +100,7 @@ class Checkpoints:
             return
         folder = generations.folder_of(Path(save_dir), iteration)
         if self._model:
+            self._prints()  # of a save without an applied step in between: the next one waits for the last save's only
             self._prints = rank_state.begin_measure(self._model, self._optimizer)
         complete = partial(self._complete, folder, self._draft(iteration), self._prints)
         if request is None:
@@ -262,8 +264,11 @@ class Checkpoints:
             return
         generations.write_tracker(folder.parent, whole.step)
         if self._config.checkpoint.keep:
-            for gone in generations.retire(folder.parent, self._config.checkpoint.keep):
-                print(f"> megatron-stability: {gone.name} was deleted (--stability-checkpoint-keep)", flush=True)
+            gone, failure = attempt(lambda: generations.retire(folder.parent, self._config.checkpoint.keep))
+            for each in gone or ():
+                print(f"> megatron-stability: {each.name} was deleted (--stability-checkpoint-keep)", flush=True)
+            if failure is not None:  # this checkpoint counts all the same
+                print(f"> megatron-stability: --stability-checkpoint-keep: {failure.text}", flush=True)
 
     # --- load -------------------------------------------------------------------------------------------------------
 

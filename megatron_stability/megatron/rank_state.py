@@ -100,8 +100,8 @@ def measure(model: list[Any], optimizer: Any) -> dict[str, Fingerprint]:
     return begin_measure(model, optimizer)()
 
 
-def file_of(rank: int) -> str:
-    """The file of a checkpoint with a rank's fingerprints, named as Megatron's writers name that rank's."""
+def file_of(rank: int | str) -> str:
+    """The file of a checkpoint with a rank's fingerprints ("*": any's), named as Megatron's writers name that rank's."""
     return f"__{rank}_stability.json"
 
 

@@ -174,23 +174,25 @@ def _of_bytes(data: memoryview, dtype: torch.dtype) -> Fingerprint:
     """Hash and amax in one reading, mostly without Python's lock.
 
     A float's code without its sign grows with the magnitude, up to Inf and on to NaN: so the largest code as a signed
-    and as an unsigned integer are those of the positive and of the negative elements.
+    and as an unsigned integer are those of the positive and of the negative elements. The NaN of fp8 without a negative
+    zero (fnuz) is the smallest signed one.
     """
     if not data.nbytes:
         return Fingerprint(0, 0.0)
     width = dtype.itemsize if dtype.is_floating_point else 1
     signed = np.frombuffer(data, f"i{width}")
     unsigned = signed.view(f"u{width}")
-    digest, largest, magnitude = xxhash.xxh3_64(), 0, (1 << (8 * width - 1)) - 1
+    digest, extremes = xxhash.xxh3_64(), []
     for start in range(0, signed.size, BLOCK // width):
         block = slice(start, start + BLOCK // width)
         digest.update(signed[block])
         if dtype.is_floating_point:
-            largest = max(largest, int(signed[block].max()), int(unsigned[block].max()) & magnitude)
+            extremes += [signed[block].max(), unsigned[block].max().view(signed.dtype)]
+        if width == 1:
+            extremes.append(signed[block].min())
     if not dtype.is_floating_point:
         return Fingerprint(_signed(digest.intdigest()), 0.0)
-    code = torch.tensor([largest], dtype=getattr(torch, f"int{8 * width}"))
-    return Fingerprint(_signed(digest.intdigest()), float(amax(code.view(dtype))))
+    return Fingerprint(_signed(digest.intdigest()), float(amax(torch.from_numpy(np.array(extremes)).view(dtype))))
 
 
 def combined(prints: Iterable[Fingerprint]) -> int:

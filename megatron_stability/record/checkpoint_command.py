@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from rich.table import Table
 
@@ -37,16 +38,22 @@ def run(argv: Sequence[str]) -> int:
         0; 1 where a checkpoint is corrupt or incomplete, the tracker is wrong or a drill failed.
 
     Raises:
-        UsageError: a folder that isn't there, or holds no checkpoint.
+        UsageError: a folder that isn't there, holds no checkpoint, or can't be read or written.
     """
     argv, command = _split(list(argv))
     options = _parser().parse_args(argv)
-    options.command = command
-    if not options.folder.is_dir():
-        raise UsageError(f"{options.folder}: there is no such folder; name the one that holds iter_*")
+    options.command = command[1:] if command[:1] == ["megatron-stability"] else command
     if options.threads < 1:
         raise UsageError(f"--threads {options.threads}: must be at least 1")
-    return int(options.function(options))
+    try:
+        options.folder = options.folder.absolute()  # `.` has no name
+        if not options.folder.is_dir():
+            raise UsageError(f"{options.folder}: there is no such folder; name the one that holds iter_*")
+        return int(options.function(options))
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise UsageError(f"{error.filename2 or error.filename or options.folder}: {error.strerror or error}") from error
 
 
 def _split(argv: list[str]) -> tuple[list[str], list[str]]:
@@ -108,7 +115,7 @@ def _verify(options: argparse.Namespace) -> int:
 
 
 def _found(folder: Path, *, full: bool, threads: int) -> list[Generation]:
-    one = folder.name.startswith("iter_")
+    one = generations.is_folder_name(folder.name)
     listed = [generations.generation(folder)] if one else generations.generations(folder)
     if not listed:
         raise UsageError(f"{folder}: holds no checkpoint (iter_*); name the folder that a run saved to")
@@ -120,7 +127,7 @@ def _found(folder: Path, *, full: bool, threads: int) -> list[Generation]:
 
 
 def _show(options: argparse.Namespace, found: list[Generation]) -> int:
-    one = options.folder.name.startswith("iter_")
+    one = generations.is_folder_name(options.folder.name)
     tracker = None if one else generations.read_tracker(options.folder)
     newest = next((each.step for each in found if each.state == "complete"), None)
     findings = [str(each) for each in found if each.state in ("corrupt", "incomplete")]
@@ -149,7 +156,7 @@ def _cells(each: Generation, tracker: Any) -> list[str]:
         f"{held.samples:,}" if held else "–",
         f"{generations.size_on_disk(each.folder) / 1e6:,.1f}",
         str(held.layout.get("world_size", "–")) if held else "–",
-        each.reason or "; ".join(map(str, each.problems[:3])),
+        escape(each.reason or "; ".join(map(str, each.problems[:3]))),
     ]
 
 
@@ -171,7 +178,9 @@ def _drill(options: argparse.Namespace) -> int:
         raise UsageError("--nproc: a resume with other ranks needs the run's command after `--`")
     if options.work is not None and not options.work.is_dir():
         raise UsageError(f"--work {options.work}: is not a folder; make it, or name another")
-    command = options.command[1:] if options.command[:1] == ["megatron-stability"] else options.command
+    if not options.timeout > 0:
+        raise UsageError(f"--timeout {options.timeout:g}: must be more than 0 seconds")
+    command = options.command
     if command and command[0] not in ("pretrain", "run"):
         raise UsageError(
             f"{command[0]}: after `--` comes the run's command as it follows `megatron-stability`: pretrain or run"
@@ -196,7 +205,7 @@ def _drill(options: argparse.Namespace) -> int:
             table.add_column(name)
         for outcome in outcomes:
             verdict = "passed" if outcome.passed else "FAILED"
-            table.add_row(outcome.drill, outcome.expected, outcome.got, verdict, outcome.detail)
+            table.add_row(outcome.drill, outcome.expected, outcome.got, verdict, escape(outcome.detail))
         Console().print(table)
         if not options.command:
             Console().print("not rehearsed: a resumed run; give the run's command after --", markup=False)

@@ -35,7 +35,7 @@ def link_copy(source: Path, target: Path) -> None:
             place.mkdir(exist_ok=True)
             continue
         try:
-            os.link(path, place)
+            os.link(path.resolve(), place)
         except OSError:
             shutil.copy2(path, place)
 

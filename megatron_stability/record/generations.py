@@ -6,8 +6,8 @@ what can be loaded is what `manifest.verify` says of the folder.
 
 from __future__ import annotations
 
+import contextlib
 import json
-import os
 import re
 import shutil
 from collections.abc import Iterator
@@ -17,10 +17,11 @@ from typing import Literal
 
 from megatron_stability.errors import UsageError
 from megatron_stability.record import manifest as manifests
-from megatron_stability.record.manifest import MARKER, SUSPECT, THREADS, Manifest, OnBytes, Problem
+from megatron_stability.record.manifest import SUSPECT, THREADS, Manifest, OnBytes, Problem
 
 TRACKER = "latest_checkpointed_iteration.txt"
-_FOLDER = re.compile(r"iter_(\d{7,})(?:\.suspect-\d+)?")
+_FOLDER = re.compile(r"iter_([0-9]{7}|[1-9][0-9]{7,})(\.suspect-[0-9]+)?")  # other zeros Megatron would not find
+_DELETED = ".stability-deleted-"
 
 State = Literal["complete", "incomplete", "suspect", "corrupt"]
 
@@ -44,6 +45,11 @@ class Generation:
     def __str__(self) -> str:
         why = f": {self.problems[0]}" if self.problems else f": {self.reason}" if self.reason else ""
         return f"{self.folder.name} is {self.state}{why}"
+
+
+def is_folder_name(name: str) -> bool:
+    """Whether a folder of this name is one checkpoint, of Megatron's or set aside by `set_aside`."""
+    return _FOLDER.fullmatch(name) is not None
 
 
 def folder_of(root: Path, step: int) -> Path:
@@ -91,7 +97,7 @@ def generation(
     if manifest is not None and manifest.step != found.step:
         other = Problem("schema", manifests.MANIFEST, f"is of step {manifest.step}: the folder was renamed or swapped")
         return replace(found, state="corrupt", problems=(other,))
-    if (folder / SUSPECT).exists():
+    if (folder / SUSPECT).exists() or match[2]:
         return replace(found, state="suspect", reason=_reason(folder))
     return found
 
@@ -140,7 +146,7 @@ def mark_suspect(folder: Path, reason: str) -> None:
 def _reason(folder: Path) -> str:
     try:
         return str(json.loads((folder / SUSPECT).read_bytes())["reason"])
-    except (ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError):
         return "marked so, without a reason that can be read"
 
 
@@ -163,11 +169,11 @@ def read_tracker(root: Path) -> int | Literal["release"] | None:
     """The step that the tracker names; None where it is missing or says nothing that Megatron could read."""
     try:
         text = (root / TRACKER).read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeDecodeError):
+        if text == "release":
+            return "release"
+        return int(text) if text.isdecimal() else None
+    except (OSError, ValueError):  # no file, no text, or more digits than Python reads
         return None
-    if text == "release":
-        return "release"
-    return int(text) if text.isdecimal() else None
 
 
 def write_tracker(root: Path, step: int) -> None:
@@ -207,9 +213,10 @@ def _why_none(root: Path) -> str:
 
 
 def retire(root: Path, keep: int) -> list[Path]:
-    """Delete old generations: complete ones beyond the newest `keep`, and incomplete ones older than the newest good.
+    """Delete old generations: complete ones beyond the newest `keep`, and incomplete ones between two complete ones.
 
-    The newest good generation always stays, whatever is newer; suspect and corrupt ones stay as evidence.
+    The newest good generation always stays, whatever is newer; suspect and corrupt ones stay as evidence. What is older
+    than every complete one may be whole, and saved before there were manifests; what is linked in lies elsewhere.
 
     Args:
         root: the folder with the generations.
@@ -224,15 +231,20 @@ def retire(root: Path, keep: int) -> list[Path]:
     good = [each for each in found if each.state == "complete"]
     if not good:
         return []
-    stale = [each for each in found if each.state == "incomplete" and each.step < good[0].step]
-    gone = [each.folder for each in good[keep:] + stale]
-    for folder in gone:
-        (folder / MARKER).unlink(missing_ok=True)  # first, so that a half-deleted folder is not taken for a checkpoint
-        manifests.sync_folder(folder)
+    stale = [each for each in found if each.state == "incomplete" and good[-1].step < each.step < good[0].step]
+    gone = [each.folder for each in good[keep:] + stale if not each.folder.is_symlink()]
+    for folder in gone:  # a half-deleted folder is not taken for a checkpoint, and goes next time
+        folder.rename(folder.with_name(_DELETED + folder.name))
+    manifests.sync_folder(root)
+    for folder in root.glob(f"{_DELETED}*"):
         shutil.rmtree(folder)
     return gone
 
 
 def size_on_disk(folder: Path) -> int:
-    """Bytes of every file below a folder."""
-    return sum(os.lstat(path).st_size for path in folder.rglob("*") if path.is_file())
+    """Bytes of every file below a folder, of which a run may be writing or deleting some."""
+    size = 0
+    for path in folder.rglob("*"):
+        with contextlib.suppress(FileNotFoundError):
+            size += path.lstat().st_size if path.is_file() else 0
+    return size

@@ -64,8 +64,8 @@ class Manifest(BaseModel):
     @classmethod
     def _stay_inside(cls, files: dict[str, FileEntry]) -> dict[str, FileEntry]:
         for name in files:
-            if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
-                raise ValueError(f"{name} leads out of the checkpoint")
+            if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts or "\0" in name:
+                raise ValueError(f"{name!r} is no name of a file in the checkpoint")
         return files
 
     @property
@@ -166,12 +166,18 @@ def _each(
             return error
 
     ordered = sorted(names, key=lambda name: _size(folder / name), reverse=True)
-    with ThreadPoolExecutor(max(1, min(threads, len(ordered)))) as pool:
-        return dict(zip(ordered, pool.map(attempt, ordered), strict=True))
+    try:
+        with ThreadPoolExecutor(max(1, min(threads, len(ordered)))) as pool:
+            return dict(zip(ordered, pool.map(attempt, ordered), strict=True))
+    except RuntimeError:  # no thread can be had: the interpreter is ending, and this is the completion of a last save
+        return {name: attempt(name) for name in ordered}
 
 
 def _size(path: Path) -> int:
-    return path.stat().st_size if path.exists() else 0
+    try:
+        return path.stat().st_size
+    except OSError:  # said by who opens it
+        return 0
 
 
 def _hash(path: Path, sync: bool, tell: OnBytes) -> FileEntry:

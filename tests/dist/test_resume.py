@@ -220,11 +220,41 @@ def save_again(context: Context, root: str) -> list[str]:
 
 def test_what_a_killed_save_left_is_not_taken_for_the_next_ones(patched_ranks: Pool, tmp_path: Path) -> None:
     folder = make(tmp_path, 5)
-    for name in (".stability-share-0.json", ".stability-share-11.json"):
+    stale = {".stability-share-0.json", ".stability-share-11.json", "__0_stability.json", "__11_stability.json"}
+    for name in stale:
         (folder / name).write_text("{}")
     before = {path.name for path in folder.iterdir()}
     (left,) = patched_ranks.run(save_again, str(tmp_path), world=1)
-    assert before - set(left) == {".stability-share-0.json", ".stability-share-11.json", manifest.MARKER}
+    assert before - set(left) == stale | {manifest.MARKER}
+
+
+def save_twice(context: Context, root: str) -> list[str]:
+    """In which order fingerprints are begun and waited for where two saves have no applied step between them."""
+    from megatron_stability import config
+    from megatron_stability.megatron import rank_state
+    from megatron_stability.megatron.checkpoint import Checkpoints
+
+    seen: list[str] = []
+
+    def begin(model: list[Any], optimizer: Any) -> Any:
+        name = f"of save {len(seen) // 2 + 1}"
+        seen.append(f"begun {name}")
+        return lambda: seen.append(f"waited {name}") or {}
+
+    args = Namespace(save=root, world_size=1, consumed_train_samples=8, seq_length=4)
+    checkpoints = Checkpoints(config.StabilityConfig(), args)
+    checkpoints._model, checkpoints._complete = [torch.nn.Linear(2, 2)], lambda *_: None  # type: ignore[method-assign]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rank_state, "begin_measure", begin)
+        for step in (1, 2):
+            checkpoints.saved(root, step, None)
+    checkpoints.weights_will_change()
+    return seen
+
+
+def test_no_fingerprint_is_still_taken_when_an_update_follows_two_saves(patched_ranks: Pool, tmp_path: Path) -> None:
+    (seen,) = patched_ranks.run(save_twice, str(tmp_path), world=1)
+    assert seen == ["begun of save 1", "waited of save 1", "begun of save 2", "waited of save 2"]
 
 
 def data_hashes(context: Context, prefix: str) -> dict[str, str]:

@@ -9,7 +9,7 @@ import pytest
 from checkpoint_maker import complete, save
 
 from megatron_stability.errors import UsageError
-from megatron_stability.record import checkpoint_command, drill, generations
+from megatron_stability.record import checkpoint_command, drill, generations, manifest
 
 
 @pytest.fixture
@@ -92,11 +92,47 @@ def test_a_resumed_run_is_asked_for_as_this_tool_starts_it(root: Path) -> None:
         checkpoint_command.run(["drill", str(root), "--", "torchrun", "pretrain_gpt.py"])
 
 
-@pytest.mark.parametrize("argv", [["list", "nowhere"], ["verify", "{empty}"], ["drill", "{empty}", "--nproc", "4"]])
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["list", "nowhere"],
+        ["list", "a" * 300],
+        ["drill", "{empty}", "--timeout", "nan"],
+        ["verify", "{empty}"],
+        ["drill", "{empty}", "--nproc", "4"],
+    ],
+)
 def test_bad_input_is_one_sentence(tmp_path: Path, argv: list[str]) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(UsageError):
         checkpoint_command.run([word.format(empty=tmp_path / "empty") for word in argv])
+
+
+def test_a_reason_may_hold_brackets(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    checkpoint_command.run(["suspect", str(root / "iter_0000010"), "--reason", "[/x] [rank 3]"])
+    assert checkpoint_command.run(["verify", str(root / "iter_0000010")]) == 0
+    assert "[/x] [rank 3]" in capsys.readouterr().out
+
+
+def test_one_checkpoint_from_within_it_and_a_run_that_is_called_like_one(
+    root: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(root / "iter_0000010")
+    assert [each["step"] for each in run(capsys, "verify", ".")[1]["checkpoints"]] == [10]
+    monkeypatch.chdir(root.parent)
+    root.rename("iter_tests")
+    assert run(capsys, "list", "iter_tests")[1]["newest"] == 10
+
+
+def test_a_file_that_cannot_be_written_is_one_sentence(root: Path) -> None:
+    (root / generations.TRACKER).unlink()
+    (root / generations.TRACKER).mkdir()
+    with pytest.raises(UsageError, match=f"{generations.TRACKER}: Is a directory"):
+        checkpoint_command.run(["repair-tracker", str(root)])
+    (root / "iter_0000005" / manifest.SUSPECT).mkdir()
+    assert checkpoint_command.run(["list", str(root)]) == 1
+    with pytest.raises(UsageError, match=f"{manifest.SUSPECT}: Is a directory"):
+        checkpoint_command.run(["suspect", str(root / "iter_0000005"), "--reason", "x"])
 
 
 def test_an_unfinished_save_is_a_finding(root: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -62,6 +62,17 @@ def test_one_bad_element_is_not_finite(bad: float) -> None:
     assert found["none"] == Fingerprint(0, 0.0)
 
 
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, torch.float8_e8m0fnu],
+)
+def test_each_fp8_code_alone_has_its_magnitude(dtype: torch.dtype) -> None:
+    codes = torch.arange(256, dtype=torch.uint8).view(dtype)
+    found = fingerprint.fingerprints((str(place), codes[place]) for place in range(256))
+    seen = torch.tensor([each.amax for each in found.values()])
+    assert torch.equal(seen.nan_to_num(-1.0), codes.float().abs().nan_to_num(-1.0))
+
+
 def test_combined_depends_on_order() -> None:
     one, two = Fingerprint(1, 0.0), Fingerprint(2, 0.0)
     assert fingerprint.combined([one, two]) != fingerprint.combined([two, one])

@@ -131,9 +131,10 @@ def test_swapped_folders_are_caught(whole: Path, tmp_path: Path) -> None:
 def test_a_name_that_leads_out_is_refused(tmp_path: Path) -> None:
     folder = complete(tmp_path, 5)
     entry = manifest.FileEntry(size=0, xxh3_128="0" * 32)
-    evil = draft(5).model_dump() | {"files": {"../../secret": entry.model_dump()}}
-    with pytest.raises(ValueError, match="leads out"):
-        manifest.Manifest.model_validate(evil)
+    for name in ("../../secret", "/secret", "a\0b"):
+        evil = draft(5).model_dump() | {"files": {name: entry.model_dump()}}
+        with pytest.raises(ValueError, match="is no name of a file in the checkpoint"):
+            manifest.Manifest.model_validate(evil)
     text = (folder / manifest.MANIFEST).read_text().replace('"common.pt"', '"../common.pt"').encode()
     (folder / manifest.MANIFEST).write_bytes(text)
     (folder / manifest.MARKER).write_bytes(manifest._seal(text))
@@ -182,11 +183,12 @@ def test_retention_never_takes_the_last_good_nor_a_suspect(tmp_path: Path) -> No
     for step in (1, 2, 3, 4, 5):
         complete(tmp_path, step)
     save(tmp_path, 6)  # killed while it was written
-    (tmp_path / "iter_0000001" / manifest.MARKER).unlink()
+    (tmp_path / "iter_0000003" / manifest.MARKER).unlink()
     generations.mark_suspect(tmp_path / "iter_0000005", "loss was rising")
     generations.mark_suspect(tmp_path / "iter_0000002", "loss was rising")
     gone = generations.retire(tmp_path, keep=1)
     assert sorted(path.name for path in gone) == ["iter_0000001", "iter_0000003"]
+    assert not list(tmp_path.glob(".*"))
     left = {each.step: each.state for each in generations.generations(tmp_path, full=True)}
     assert left == {6: "incomplete", 5: "suspect", 4: "complete", 2: "suspect"}
     good = generations.newest_good(tmp_path)
@@ -194,6 +196,39 @@ def test_retention_never_takes_the_last_good_nor_a_suspect(tmp_path: Path) -> No
     assert good.step == 4
     with pytest.raises(ValueError, match="last known-good"):
         generations.retire(tmp_path, keep=0)
+
+
+def test_retention_takes_nothing_that_it_cannot_judge(tmp_path: Path) -> None:
+    """A checkpoint of stock Megatron, older than every one with a manifest; and one that lies on another disk."""
+    root = tmp_path / "run"
+    save(root, 1)
+    elsewhere = complete(tmp_path / "archive", 2)
+    (root / "iter_0000002").symlink_to(elsewhere)
+    for step in (3, 4):
+        complete(root, step)
+    assert [path.name for path in generations.retire(root, keep=1)] == ["iter_0000003"]
+    assert (root / "iter_0000001").is_dir()
+    assert generations.generation(root / "iter_0000002", full=True).state == "complete"
+
+
+@pytest.mark.parametrize("name", ["iter_00000005", "iter_5", "iter_000000\u0665", "iter_0000005.bak"])
+def test_a_folder_that_megatron_would_not_find_is_no_checkpoint(tmp_path: Path, name: str) -> None:
+    complete(tmp_path, 5).rename(tmp_path / name)
+    assert generations.newest_good(tmp_path) is None
+
+
+def test_what_was_set_aside_stays_suspect_without_its_reason(tmp_path: Path) -> None:
+    folder = complete(tmp_path, 5)
+    generations.mark_suspect(folder, "NaN")
+    aside = generations.set_aside(folder)
+    assert aside is not None
+    (aside / manifest.SUSPECT).unlink()
+    assert generations.newest_good(tmp_path) is None
+
+
+def test_a_tracker_with_more_digits_than_python_reads_says_nothing(tmp_path: Path) -> None:
+    (tmp_path / generations.TRACKER).write_text("9" * 5000)
+    assert generations.read_tracker(tmp_path) is None
 
 
 def test_a_suspect_folder_is_kept_when_its_step_is_saved_again(tmp_path: Path) -> None:
@@ -223,6 +258,26 @@ def test_no_space_leaves_the_previous_generation(tmp_path: Path, monkeypatch: py
     good = generations.newest_good(tmp_path)
     assert good is not None
     assert good.step == 5
+
+
+LAST_SAVE = """
+import sys, time; from concurrent.futures import ThreadPoolExecutor; from pathlib import Path
+sys.path[:0] = [sys.argv[2]]
+from megatron_stability.record import manifest
+folder = Path(sys.argv[1])
+def complete():
+    time.sleep(0.3)
+    files = manifest.hash_files(folder, manifest.file_names(folder), sync=True)
+    manifest.write(folder, manifest.Manifest(step=5, samples=5, tokens=5, files=files))
+ThreadPoolExecutor(1).submit(complete)
+"""
+
+
+def test_a_save_is_completed_while_the_interpreter_ends(tmp_path: Path) -> None:
+    """A pretraining script that knows nothing of us ends after its last save; no thread starts any more then."""
+    folder, root = save(tmp_path, 5), str(Path(manifest.__file__).parents[2])
+    subprocess.run([sys.executable, "-c", LAST_SAVE, str(folder), root], check=True, timeout=60)
+    assert generations.generation(folder, full=True).state == "complete"
 
 
 # --- death ------------------------------------------------------------------------------------------------------------
