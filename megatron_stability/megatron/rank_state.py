@@ -101,7 +101,7 @@ def measure(model: list[Any], optimizer: Any) -> dict[str, Fingerprint]:
 
 
 def file_of(rank: int | str) -> str:
-    """The file of a checkpoint with a rank's fingerprints ("*": any's), named as Megatron's writers name that rank's."""
+    """A checkpoint's file with a rank's fingerprints ("*": any's), named as Megatron's writers name that rank's."""
     return f"__{rank}_stability.json"
 
 

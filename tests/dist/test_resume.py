@@ -243,7 +243,7 @@ def save_twice(context: Context, root: str) -> list[str]:
 
     args = Namespace(save=root, world_size=1, consumed_train_samples=8, seq_length=4)
     checkpoints = Checkpoints(config.StabilityConfig(), args)
-    checkpoints._model, checkpoints._complete = [torch.nn.Linear(2, 2)], lambda *_: None  # type: ignore[method-assign]
+    checkpoints._model, checkpoints._complete = [object()], lambda *_: None  # type: ignore[method-assign]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rank_state, "begin_measure", begin)
         for step in (1, 2):
