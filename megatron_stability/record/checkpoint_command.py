@@ -123,7 +123,8 @@ def _found(folder: Path, *, full: bool, threads: int) -> list[Generation]:
         return listed
     total = sum(each.manifest.size for each in listed if each.manifest is not None and not each.problems)
     with _progress("verifying", total) as advance:
-        return [generations.generation(g.folder, full=True, threads=threads, on_bytes=advance) for g in listed]
+        read = [generations.generation(g.folder, full=True, threads=threads, on_bytes=advance) for g in listed]
+    return [each for each in read if each.folder.is_dir()]  # a run may have deleted one meanwhile
 
 
 def _show(options: argparse.Namespace, found: list[Generation]) -> int:

@@ -144,6 +144,8 @@ def good_ones(root: Path, count: int) -> list[Generation]:
 def _copy(good: Sequence[Generation], target: Path) -> Path:
     for each in good:
         link_copy(each.folder, target / each.folder.name)
+        if manifest.check(target / each.folder.name)[1]:
+            raise UsageError(f"{each.folder}: was deleted while it was copied; drill where no run saves")
     generations.write_tracker(target, good[0].step)
     return target
 

@@ -75,7 +75,7 @@ def generation(
         UsageError: the name is not a checkpoint folder's.
     """
     match = _FOLDER.fullmatch(folder.name)
-    if match is None or not folder.is_dir():
+    if match is None:
         raise UsageError(
             f"{folder}: is not a checkpoint folder (iter_0000100); name one, or the folder that holds them"
         )

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 from checkpoint_maker import complete, save
@@ -106,6 +108,25 @@ def test_bad_input_is_one_sentence(tmp_path: Path, argv: list[str]) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(UsageError):
         checkpoint_command.run([word.format(empty=tmp_path / "empty") for word in argv])
+
+
+def test_what_a_run_deletes_meanwhile_is_no_finding(
+    root: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    look = generations.generation
+
+    def late(folder: Path, **how: Any) -> generations.Generation:
+        if how.get("full") and folder.name == "iter_0000005":
+            shutil.rmtree(folder)
+        return look(folder, **how)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(generations, "generation", late)
+        code, document = run(capsys, "verify", root)
+    assert (code, [each["step"] for each in document["checkpoints"]]) == (0, [10])
+    monkeypatch.setattr(drill, "link_copy", lambda source, target: target.mkdir(parents=True))
+    with pytest.raises(UsageError, match="was deleted while it was copied"):
+        checkpoint_command.run(["drill", str(root)])
 
 
 def test_a_reason_may_hold_brackets(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
