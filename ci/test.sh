@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Every check of the project, cheap ones first; stops at the first stage that fails.   usage: bash ci/test.sh [--fast]
+# Every check of the project, cheap ones first; each of two lanes stops at its first stage that fails.
+# usage: bash ci/test.sh [--fast]
 # --fast leaves out the real pretraining runs of tests/e2e and tests/nemo.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -10,7 +11,8 @@ case "$#:${1:-}" in
     *) echo "usage: bash ci/test.sh [--fast]" >&2; exit 2 ;;
 esac
 [ -t 1 ] && bold=$'\033[1m' plain=$'\033[0m' || bold="" plain=""
-summary=""
+summary=$(mktemp)
+trap 'rm -f "$summary"' EXIT
 
 stage() { # stage NAME COMMAND...
     local name=$1 began=$SECONDS rc=0 took
@@ -18,26 +20,39 @@ stage() { # stage NAME COMMAND...
     printf '%s== %s%s\n' "$bold" "$name" "$plain"
     "$@" || rc=$?
     took=$((SECONDS - began))
-    summary+=$(printf '%6d s  %s' "$took" "$name")$'\n'
-    [ "$rc" = 0 ] || { printf '\n%stest.sh: stage "%s" failed after %d s (exit code %d).\n' "$summary" "$name" "$took" "$rc" >&2; exit 1; }
+    printf '%6d s  %s\n' "$took" "$name" >>"$summary"
+    [ "$rc" = 0 ] || { printf '\n%s\ntest.sh: stage "%s" failed after %d s (exit code %d).\n' "$(cat "$summary")" "$name" "$took" "$rc" >&2; exit 1; }
 }
 
-of_one_process=(tests --ignore=tests/dist --ignore=tests/nemo --ignore-glob='tests/e2e/test_[!b]*') # bad input ends before training
-side_by_side() { # two lanes: FIRST's output comes when both have ended; each leaves the other a core
+side_by_side() { # FIRST SECOND, two lanes of stages; FIRST's output comes when both have ended
     local log rc=0
     log=$(mktemp)
-    "$1" >"$log" 2>&1 &
-    "$2" || rc=$?
+    ("$1") >"$log" 2>&1 &
+    ("$2") || rc=$?
     wait $! || rc=$?
     cat "$log"
     rm -f "$log"
-    return "$rc"
+    [ "$rc" = 0 ] || exit "$rc"
 }
 
-one_process() { "$bin/python" -m pytest "${of_one_process[@]}" && bash ci/te_env.sh 2.20.2; }
-ranks() { "$bin/python" -m pytest tests/dist; }
-end_to_end() { "$bin/python" -m pytest tests/e2e --ignore=tests/e2e/test_bad_input.py; }
+types() { stage "mypy" "$bin/mypy"; }
+imports() {
+    stage "ruff: lint" "$bin/ruff" check --quiet .
+    stage "ruff: format" "$bin/ruff" format --check --quiet .
+    stage "import-linter" "$bin/lint-imports"
+    stage "pure rooms on plain torch" "$bin/python" ci/bare_import.py
+}
 
+of_one_process=(tests --ignore=tests/dist --ignore=tests/nemo --ignore-glob='tests/e2e/test_[!b]*') # bad input ends before training
+processes() {
+    stage "tests: one process" "$bin/python" -m pytest "${of_one_process[@]}"
+    stage "tests: dist" "$bin/python" -m pytest tests/dist
+}
+runs() {
+    [ -n "$fast" ] || stage "tests: e2e" "$bin/python" -m pytest tests/e2e --ignore=tests/e2e/test_bad_input.py
+    [ -n "$fast" ] || stage "tests: nemo" nemo
+    stage "tests: Transformer Engine's Python" bash ci/te_env.sh 2.20.2
+}
 nemo() { # Megatron-Bridge stands in an overlay of its own
     if [ "$("$bin/python" -c 'import sys; print(sys.version_info[:2])')" != "(3, 12)" ]; then
         echo "skipped: megatron-bridge 0.6.2 needs Python 3.12" >&2
@@ -52,11 +67,6 @@ export PYTHONNOUSERSITE=1
 bin=.venv/bin
 
 stage "environment" bash ci/env.sh
-stage "ruff: lint" "$bin/ruff" check --quiet .
-stage "ruff: format" "$bin/ruff" format --check --quiet .
-stage "import-linter" "$bin/lint-imports"
-stage "pure rooms on plain torch" "$bin/python" ci/bare_import.py
-stage "mypy" "$bin/mypy"
-stage "tests" side_by_side one_process ranks
-[ -n "$fast" ] || stage "tests: nemo, e2e" side_by_side nemo end_to_end
-printf '\n%s%6d s  all stages passed\n' "$summary" "$SECONDS"
+side_by_side types imports
+side_by_side processes runs
+printf '\n%s\n%6d s  all stages passed\n' "$(cat "$summary")" "$SECONDS"
