@@ -210,21 +210,31 @@ class Checkpoints:
         self._pending.append(work)
 
     def _complete_in_thread(self, folder: Path, draft: Manifest, taken: Prints, rank: int) -> None:
-        prints = taken()
-        bad = next((name for name, each in prints.items() if not each.finite), None)
-        said = {
-            "flaw": None if bad is None else f"{bad} holds NaN or Inf",
-            "replicas": rank_state.replica_digests(self._model, prints) if self._model else [],
-        }
-        share, failure = attempt(lambda: self._hash_share(folder, rank, draft.layout["world_size"], prints))
-        entries = {name: entry.model_dump() for name, entry in (share or {}).items()}
-        text = json.dumps({"files": entries, "failure": failure} | said).encode()
+        broken = None
+        try:
+            share = self._share(folder, draft, taken(), rank)
+        except Exception as error:  # rank 0 must not wait for a share that never comes
+            broken, share = error, {"failure": Failure(f"rank {rank}: {error!r}")}
+        text = json.dumps(share).encode()
         _, unwritten = attempt(lambda: manifest.write_atomically(folder / _SHARE.format(rank=rank), text))
         if rank == 0:
             _, failure = attempt(lambda: self._gather(folder, draft)) if unwritten is None else (None, unwritten)
             tell(folder, failure)
         elif unwritten is not None:
             tell(folder, unwritten._replace(no_space=False))  # the folder is rank 0's to remove
+        if broken is not None:
+            raise broken
+
+    def _share(self, folder: Path, draft: Manifest, prints: dict[str, Fingerprint], rank: int) -> dict[str, Any]:
+        """What rank 0 has to know of this rank's part."""
+        bad = next((name for name, each in prints.items() if not each.finite), None)
+        hashed, failure = attempt(lambda: self._hash_share(folder, rank, draft.layout["world_size"], prints))
+        return {
+            "files": {name: entry.model_dump() for name, entry in (hashed or {}).items()},
+            "failure": failure,
+            "flaw": None if bad is None else f"{bad} holds NaN or Inf",
+            "replicas": rank_state.replica_digests(self._model, prints) if self._model else [],
+        }
 
     def _gather(self, folder: Path, draft: Manifest) -> None:
         """Rank 0's thread: every rank's share, then the manifest."""

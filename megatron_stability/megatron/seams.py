@@ -11,6 +11,7 @@ or, for a step whose samples are passed over, passes_over alone.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import sys
 from argparse import ArgumentParser, Namespace
@@ -33,6 +34,7 @@ def install(runtime: Runtime) -> None:
     if _runtime is not None and _runtime is not runtime:
         raise RuntimeError("a megatron_stability runtime is installed already; uninstall it first")
     _runtime = runtime
+    atexit.register(uninstall)  # a script of one's own, in a patched clone, knows nothing of it
 
 
 def uninstall() -> None:
@@ -41,6 +43,7 @@ def uninstall() -> None:
     if _runtime is not None:
         _runtime.close()
     _runtime = None
+    atexit.unregister(uninstall)
 
 
 def installed() -> Runtime | None:

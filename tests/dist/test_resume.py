@@ -257,6 +257,34 @@ def test_no_fingerprint_is_still_taken_when_an_update_follows_two_saves(patched_
     assert seen == ["begun of save 1", "waited of save 1", "begun of save 2", "waited of save 2"]
 
 
+def one_breaks(context: Context, root: str) -> str:
+    """Rank 1's thread meets what nobody thought of."""
+    from megatron_stability import config
+    from megatron_stability.megatron.checkpoint import Checkpoints
+
+    def out_of_memory(*_: Any) -> dict[str, Any]:
+        raise MemoryError("no memory for a buffer")
+
+    generations.folder_of(Path(root), 5).mkdir(exist_ok=True)
+    args = Namespace(save=root, world_size=2, consumed_train_samples=8, seq_length=4)
+    checkpoints = Checkpoints(config.StabilityConfig(), args)
+    if context.rank == 1:
+        checkpoints._hash_share = out_of_memory  # type: ignore[method-assign]
+    checkpoints.saved(root, 5, None)
+    try:
+        checkpoints.close()
+    except MemoryError as error:
+        return str(error)
+    return "went on"
+
+
+def test_a_rank_whose_part_breaks_is_not_waited_for(patched_ranks: Pool, tmp_path: Path) -> None:
+    said = patched_ranks.run(one_breaks, str(tmp_path), world=2, timeout=60)
+    assert said == ["went on", "no memory for a buffer"]
+    assert generations.generations(tmp_path)[0].state == "incomplete"
+    assert generations.read_tracker(tmp_path) is None
+
+
 def data_hashes(context: Context, prefix: str) -> dict[str, str]:
     from megatron_stability import config
     from megatron_stability.megatron import training_args
