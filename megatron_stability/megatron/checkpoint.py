@@ -14,7 +14,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial, wraps
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from megatron.training import print_rank_0
@@ -26,6 +26,7 @@ from megatron_stability.megatron import install_digest, optimizer_state, rank_st
 from megatron_stability.megatron.failed_save import Failure, SaveError, attempt, tell
 from megatron_stability.megatron.fp8_flags import active_transformer_engine
 from megatron_stability.megatron.host import Host
+from megatron_stability.megatron.rank_state import Replicated
 from megatron_stability.observe.fingerprint import Fingerprint
 from megatron_stability.record import generations, manifest
 from megatron_stability.record.manifest import FileEntry, Manifest
@@ -34,6 +35,16 @@ from megatron_stability.transformer_engine import extra_state
 SHARES_WAIT_S = 1800.0  # how long rank 0's thread waits for the other ranks' threads
 _SHARE = ".stability-share-{rank}.json"
 Prints = Callable[[], dict[str, Fingerprint]]  # waits for them
+
+
+class Save(NamedTuple):
+    """What the training thread knows of a save, for the thread that completes it: that one asks no process group."""
+
+    folder: Path
+    rank: int
+    draft: Manifest
+    prints: Prints
+    replicated: list[Replicated]
 
 
 class Checkpoints:
@@ -98,11 +109,17 @@ class Checkpoints:
         """`save_checkpoint`, after the last rank has written, or with the request of an async save. Collective."""
         if not self._on:
             return
-        folder = generations.folder_of(Path(save_dir), iteration)
         if self._model:
             self._prints()  # of a save without an applied step in between: the next one waits for the last save's only
             self._prints = rank_state.begin_measure(self._model, self._optimizer)
-        complete = partial(self._complete, folder, self._draft(iteration), self._prints)
+        save = Save(
+            folder=generations.folder_of(Path(save_dir), iteration),
+            rank=dist.get_rank(),
+            draft=self._draft(iteration),
+            prints=self._prints,
+            replicated=rank_state.replicated(self._model) if self._model else [],
+        )
+        complete = partial(self._complete, save)
         if request is None:
             complete()
         else:
@@ -189,52 +206,54 @@ class Checkpoints:
             states=self._states,
         )
 
-    def _hash_share(self, folder: Path, rank: int, world: int, prints: dict[str, Fingerprint]) -> dict[str, FileEntry]:
-        (folder / rank_state.file_of(rank)).write_bytes(rank_state.packed(prints, self._model))
-        names = manifest.share(manifest.file_names(folder), rank, world)
-        return manifest.hash_files(folder, names, threads=self._config.checkpoint.threads, sync=True)
-
-    def _complete(self, folder: Path, draft: Manifest, prints: Prints) -> None:
+    def _complete(self, save: Save) -> None:
         """Begin the completion of what is written, and let training go on."""
         unwritten, self._unwritten = self._unwritten, None
         if unwritten is not None:  # on every rank, so none waits for another's share
-            if dist.get_rank() == 0:
-                tell(folder, unwritten)
+            if save.rank == 0:
+                tell(save.folder, unwritten)
             return
         for work in [work for work in self._pending if work.done()]:
             self._pending.remove(work)
             work.result()  # raises what its thread raised
         if self._completing is None:
             self._completing = ThreadPoolExecutor(1, thread_name_prefix="checkpoint completion")
-        work = self._completing.submit(self._complete_in_thread, folder, draft, prints, dist.get_rank())
-        self._pending.append(work)
+        self._pending.append(self._completing.submit(self._complete_in_thread, save))
 
-    def _complete_in_thread(self, folder: Path, draft: Manifest, taken: Prints, rank: int) -> None:
+    def _complete_in_thread(self, save: Save) -> None:
         broken = None
         try:
-            share = self._share(folder, draft, taken(), rank)
+            share = self._share(save)
         except Exception as error:  # rank 0 must not wait for a share that never comes
-            broken, share = error, {"failure": Failure(f"rank {rank}: {error!r}")}
-        text = json.dumps(share).encode()
-        _, unwritten = attempt(lambda: manifest.write_atomically(folder / _SHARE.format(rank=rank), text))
-        if rank == 0:
-            _, failure = attempt(lambda: self._gather(folder, draft)) if unwritten is None else (None, unwritten)
-            tell(folder, failure)
+            broken, share = error, {"failure": Failure(f"rank {save.rank}: {error!r}")}
+        path, text = save.folder / _SHARE.format(rank=save.rank), json.dumps(share).encode()
+        _, unwritten = attempt(lambda: manifest.write_atomically(path, text))
+        if save.rank == 0:
+            _, failure = (
+                attempt(lambda: self._gather(save.folder, save.draft)) if unwritten is None else (None, unwritten)
+            )
+            tell(save.folder, failure)
         elif unwritten is not None:
-            tell(folder, unwritten._replace(no_space=False))  # the folder is rank 0's to remove
+            tell(save.folder, unwritten._replace(no_space=False))  # the folder is rank 0's to remove
         if broken is not None:
             raise broken
 
-    def _share(self, folder: Path, draft: Manifest, prints: dict[str, Fingerprint], rank: int) -> dict[str, Any]:
+    def _share(self, save: Save) -> dict[str, Any]:
         """What rank 0 has to know of this rank's part."""
+        prints = save.prints()
         bad = next((name for name, each in prints.items() if not each.finite), None)
-        hashed, failure = attempt(lambda: self._hash_share(folder, rank, draft.layout["world_size"], prints))
+        hashed, failure = attempt(lambda: self._hash_share(save, prints))
         return {
             "files": {name: entry.model_dump() for name, entry in (hashed or {}).items()},
             "failure": failure,
             "flaw": None if bad is None else f"{bad} holds NaN or Inf",
-            "replicas": rank_state.replica_digests(self._model, prints) if self._model else [],
+            "replicas": rank_state.replica_digests(save.replicated, prints),
         }
+
+    def _hash_share(self, save: Save, prints: dict[str, Fingerprint]) -> dict[str, FileEntry]:
+        (save.folder / rank_state.file_of(save.rank)).write_bytes(rank_state.packed(prints, self._model))
+        names = manifest.share(manifest.file_names(save.folder), save.rank, save.draft.layout["world_size"])
+        return manifest.hash_files(save.folder, names, threads=self._config.checkpoint.threads, sync=True)
 
     def _gather(self, folder: Path, draft: Manifest) -> None:
         """Rank 0's thread: every rank's share, then the manifest."""

@@ -166,23 +166,36 @@ class Digest(NamedTuple):
     value: int
 
 
-def replica_digests(model: list[Any], prints: Mapping[str, Fingerprint]) -> list[Digest]:
-    """This rank's digests: of its weights over data-parallel replicas, and of its experts over theirs.
+class Replicated(NamedTuple):
+    """Weights of which the ranks of one data-parallel group have copies."""
+
+    kind: str
+    ranks: tuple[int, ...]
+    names: frozenset[str]
+
+
+def replicated(model: list[Any]) -> list[Replicated]:
+    """This rank's weights by the group that has copies: data-parallel replicas, and those of the experts."""
+    names, expert = frozenset(name for name, _ in weights(model)), frozenset(expert_names(model))
+    data = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    of_experts = parallel_state.get_expert_data_parallel_group()
+    return [
+        Replicated("weights", tuple(dist.get_process_group_ranks(data)), names - expert),
+        Replicated("expert weights", tuple(dist.get_process_group_ranks(of_experts)), expert),
+    ]
+
+
+def replica_digests(groups: Sequence[Replicated], prints: Mapping[str, Fingerprint]) -> list[Digest]:
+    """This rank's digest for each of `replicated`.
 
     Args:
-        model: Megatron's chunks.
-        prints: of `weights(model)`; others in it are ignored.
+        groups: of this rank.
+        prints: of its weights; others in it are ignored.
     """
-    expert = expert_names(model)
-    groups = (
-        ("weights", False, parallel_state.get_data_parallel_group(with_context_parallel=True)),
-        ("expert weights", True, parallel_state.get_expert_data_parallel_group()),
-    )
-    found = []
-    for kind, chosen, group in groups:
-        mine = (each for name, each in prints.items() if name.startswith("model") and (name in expert) is chosen)
-        found.append(Digest(kind, tuple(dist.get_process_group_ranks(group)), combined(mine)))
-    return found
+    return [
+        Digest(kind, ranks, combined(each for name, each in prints.items() if name in names))
+        for kind, ranks, names in groups
+    ]
 
 
 def replica_complaint(digests: Mapping[int, Sequence[Digest]]) -> str | None:
@@ -204,7 +217,7 @@ def replica_complaint(digests: Mapping[int, Sequence[Digest]]) -> str | None:
 def check_replicas(model: list[Any], prints: Mapping[str, Fingerprint]) -> str | None:
     """`replica_complaint` of all ranks, the same on every rank. Collective."""
     everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, replica_digests(model, prints))
+    dist.all_gather_object(everyone, replica_digests(replicated(model), prints))
     return replica_complaint(dict(enumerate(everyone)))
 
 

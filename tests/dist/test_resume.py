@@ -246,6 +246,7 @@ def save_twice(context: Context, root: str) -> list[str]:
     checkpoints._model, checkpoints._complete = [object()], lambda *_: None  # type: ignore[method-assign]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rank_state, "begin_measure", begin)
+        patch.setattr(rank_state, "replicated", lambda model: [])
         for step in (1, 2):
             checkpoints.saved(root, step, None)
     checkpoints.weights_will_change()
