@@ -91,18 +91,21 @@ class Checkpoints:
             return
         if "iteration" not in state_dict:  # Megatron builds the template of a load
             if self._rank_state_fits():
-                state_dict[rank_state.KEY] = rank_state.sharded({})
+                state_dict[manifest.RANK_STATE] = rank_state.sharded({})
             return
         folder = generations.folder_of(Path(self._args.save), state_dict["iteration"])
         if dist.get_rank() == 0 and folder.is_dir():
             generations.set_aside(folder)
         if dist.get_rank() == 0 and folder.is_dir():
             manifest.begin(folder)
-            for stale in (_SHARE.format(rank="*"), rank_state.file_of("*")):  # of a killed save, maybe of more ranks
+            for stale in (
+                _SHARE.format(rank="*"),
+                manifest.fingerprints_name("*"),
+            ):  # of a killed save, maybe of more ranks
                 for path in folder.glob(stale):
                     path.unlink()
         if self._args.ckpt_format == "torch_dist":
-            state_dict[rank_state.KEY] = rank_state.sharded({"generators": rank_state.generators()})
+            state_dict[manifest.RANK_STATE] = rank_state.sharded({"generators": rank_state.generators()})
         self._states = tuple(sorted(set(state_dict) - {"args", "iteration", "checkpoint_version"}))
 
     def saved(self, save_dir: str, iteration: int, request: Any) -> None:
@@ -251,7 +254,7 @@ class Checkpoints:
         }
 
     def _hash_share(self, save: Save, prints: dict[str, Fingerprint]) -> dict[str, FileEntry]:
-        (save.folder / rank_state.file_of(save.rank)).write_bytes(rank_state.packed(prints, self._model))
+        (save.folder / manifest.fingerprints_name(save.rank)).write_bytes(rank_state.packed(prints, self._model))
         names = manifest.share(manifest.file_names(save.folder), save.rank, save.draft.layout["world_size"])
         return manifest.hash_files(save.folder, names, threads=self._config.checkpoint.threads, sync=True)
 
@@ -320,7 +323,7 @@ class Checkpoints:
         if not self._args.finetune:
             resume.refuse_changes(self._resumed, self._args, self._hashes, self._config.checkpoint)
         self._args.ckpt_step = self._resumed.step
-        mine = rank_state.file_of(dist.get_rank())
+        mine = manifest.fingerprints_name(dist.get_rank())
         if mine in self._resumed.files and self._rank_state_fits():
             self._saved_prints = (generations.folder_of(Path(load_dir), self._resumed.step) / mine).read_bytes()
 
@@ -337,7 +340,7 @@ class Checkpoints:
             return
         self._args.ckpt_step = self._ckpt_step
         self._loaded = True
-        self._loaded_rank_state = state_dict.pop(rank_state.KEY, None)
+        self._loaded_rank_state = state_dict.pop(manifest.RANK_STATE, None)
 
     def strict_load_failed(self, error: Exception) -> None:
         """A strict load of a module failed, and Megatron is about to go on with what fitted.
@@ -383,4 +386,4 @@ class Checkpoints:
         if self._resumed is None or self._args.finetune or self._args.no_load_rng or self._args.no_load_optim:
             return False
         same = self._resumed.layout == rank_state.layout_of(self._args)
-        return same and rank_state.KEY in self._resumed.states
+        return same and manifest.RANK_STATE in self._resumed.states

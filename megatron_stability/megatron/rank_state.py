@@ -23,13 +23,12 @@ from megatron_stability.errors import UsageError
 from megatron_stability.observe import fingerprint
 from megatron_stability.observe.fingerprint import Fingerprint, combined
 from megatron_stability.record.entries import strict
-
-KEY = "megatron_stability_rank"
+from megatron_stability.record.manifest import RANK_STATE
 
 
 def sharded(data: dict[str, Any]) -> ShardedObject:
     """This rank's part of an object with one shard a rank (`torch_dist` format)."""
-    return ShardedObject(f"{KEY}.state", data, (dist.get_world_size(),), (dist.get_rank(),), replica_id=0)
+    return ShardedObject(f"{RANK_STATE}.state", data, (dist.get_world_size(),), (dist.get_rank(),), replica_id=0)
 
 
 # --- generators -------------------------------------------------------------------------------------------------------
@@ -98,11 +97,6 @@ def begin_measure(model: list[Any], optimizer: Any) -> Callable[[], dict[str, Fi
 def measure(model: list[Any], optimizer: Any) -> dict[str, Fingerprint]:
     """Fingerprints of this rank's weights and optimizer state."""
     return begin_measure(model, optimizer)()
-
-
-def file_of(rank: int | str) -> str:
-    """A checkpoint's file with a rank's fingerprints ("*": any's), named as Megatron's writers name that rank's."""
-    return f"__{rank}_stability.json"
 
 
 def packed(prints: Mapping[str, Fingerprint], model: list[Any]) -> bytes:

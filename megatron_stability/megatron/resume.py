@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch.distributed as dist
@@ -18,6 +19,8 @@ from megatron_stability.errors import UsageError
 from megatron_stability.megatron import training_args
 from megatron_stability.record import generations, manifest
 from megatron_stability.record.manifest import Manifest
+
+_FROM = MappingProxyType({"padded_vocab_size": " (of --vocab-size, --make-vocab-size-divisible-by and TP)"})
 
 
 @dataclass(frozen=True)
@@ -163,7 +166,7 @@ def refuse_changes(saved: Manifest, args: Namespace, hashes: dict[str, str], con
     for name in training_args.FILES:
         if name in saved.hashes and saved.hashes[name] != hashes[name]:
             changes[name] = (f"files {saved.hashes[name][:8]}", f"files {hashes[name][:8]}")
-    told = {name: f"{name} {was!r} -> {is_now!r}" for name, (was, is_now) in changes.items()}
+    told = {name: f"{name} {was!r} -> {is_now!r}{_FROM.get(name, '')}" for name, (was, is_now) in changes.items()}
     for text in told.values():
         print_rank_0(f"> megatron-stability: differs from the checkpoint: {text}")
     refused = [text for name, text in told.items() if name not in config.allow_changes]

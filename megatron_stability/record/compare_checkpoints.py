@@ -16,7 +16,6 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from megatron_stability.record import manifest
 
 TOLERANCE = 0.05  # of a tensor's largest magnitude; after a few steps the order of sums alone moves bf16 weights by 1 %
-OWN, FINGERPRINTS = "megatron_stability_rank", "__*_stability.json"
 
 
 def tensors(folder: Path) -> dict[str, torch.Tensor]:
@@ -44,7 +43,7 @@ def rank_states(folder: Path) -> dict[str, Any]:
     state: dict[str, Any] = {
         key: io.BytesIO()
         for key, entry in reader.read_metadata().state_dict_metadata.items()
-        if isinstance(entry, BytesStorageMetadata) and key.startswith(OWN)
+        if isinstance(entry, BytesStorageMetadata) and key.startswith(manifest.RANK_STATE)
     }
     planner = _Raw()
     load(state, storage_reader=reader, planner=planner, no_dist=True)
@@ -53,7 +52,7 @@ def rank_states(folder: Path) -> dict[str, Any]:
 
 def fingerprints(folder: Path) -> dict[str, str]:
     """What each rank wrote of its tensors, by file name."""
-    return {path.name: path.read_text() for path in folder.glob(FINGERPRINTS)}
+    return {path.name: path.read_text() for path in folder.glob(manifest.fingerprints_name("*"))}
 
 
 def compare(one: Path, other: Path, *, bitwise: bool) -> tuple[str, bool]:

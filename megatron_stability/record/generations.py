@@ -233,12 +233,17 @@ def retire(root: Path, keep: int) -> list[Path]:
         return []
     stale = [each for each in found if each.state == "incomplete" and good[-1].step < each.step < good[0].step]
     gone = [each.folder for each in good[keep:] + stale if not each.folder.is_symlink()]
+    _sweep(root)
     for folder in gone:  # a half-deleted folder is not taken for a checkpoint, and goes next time
         folder.rename(folder.with_name(_DELETED + folder.name))
     manifests.sync_folder(root)
+    _sweep(root)
+    return gone
+
+
+def _sweep(root: Path) -> None:
     for folder in root.glob(f"{_DELETED}*"):
         shutil.rmtree(folder)
-    return gone
 
 
 def size_on_disk(folder: Path) -> int:

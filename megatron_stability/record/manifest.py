@@ -28,6 +28,7 @@ from megatron_stability.record.entries import strict
 
 MANIFEST, MARKER, SUSPECT = "stability_manifest.json", "stability_complete", "stability_suspect.json"
 OWN_FILES = frozenset({MANIFEST, MARKER, SUSPECT})
+RANK_STATE = "megatron_stability_rank"  # key of each rank's generators among Megatron's own (`torch_dist`)
 SCHEMA = 1
 CHUNK = 1 << 22  # bytes read at once by each thread: memory stays at threads × CHUNK whatever the checkpoint's size
 THREADS = 4
@@ -87,6 +88,15 @@ class Problem:
 
 
 # --- writing ----------------------------------------------------------------------------------------------------------
+
+
+def fingerprints_name(rank: int | Literal["*"]) -> str:
+    """A checkpoint's file with the fingerprints of a rank's tensors ("*": any's), named as Megatron's writers name theirs.
+
+    Args:
+        rank: global.
+    """
+    return f"__{rank}_stability.json"
 
 
 def file_names(folder: Path) -> list[str]:

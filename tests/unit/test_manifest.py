@@ -211,6 +211,16 @@ def test_retention_takes_nothing_that_it_cannot_judge(tmp_path: Path) -> None:
     assert generations.generation(root / "iter_0000002", full=True).state == "complete"
 
 
+def test_a_deletion_that_was_cut_short_is_ended_by_the_next(tmp_path: Path) -> None:
+    for step in (1, 2):
+        complete(tmp_path, step)
+    left = tmp_path / ".stability-deleted-iter_0000001"
+    left.mkdir()
+    (left / "__0_0.distcp").write_text("half of it")
+    assert [path.name for path in generations.retire(tmp_path, keep=1)] == ["iter_0000001"]
+    assert not left.exists()
+
+
 @pytest.mark.parametrize("name", ["iter_00000005", "iter_5", "iter_000000\u0665", "iter_0000005.bak"])
 def test_a_folder_that_megatron_would_not_find_is_no_checkpoint(tmp_path: Path, name: str) -> None:
     complete(tmp_path, 5).rename(tmp_path / name)
