@@ -98,12 +98,9 @@ class Checkpoints:
             generations.set_aside(folder)
         if dist.get_rank() == 0 and folder.is_dir():
             manifest.begin(folder)
-            for stale in (
-                _SHARE.format(rank="*"),
-                manifest.fingerprints_name("*"),
-            ):  # of a killed save, maybe of more ranks
-                for path in folder.glob(stale):
-                    path.unlink()
+            of_any_rank = _SHARE.format(rank="*"), manifest.fingerprints_name("*")
+            for stale in (path for name in of_any_rank for path in folder.glob(name)):
+                stale.unlink()  # of a save that was killed, maybe of more ranks
         if self._args.ckpt_format == "torch_dist":
             state_dict[manifest.RANK_STATE] = rank_state.sharded({"generators": rank_state.generators()})
         self._states = tuple(sorted(set(state_dict) - {"args", "iteration", "checkpoint_version"}))

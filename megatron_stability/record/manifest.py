@@ -91,10 +91,10 @@ class Problem:
 
 
 def fingerprints_name(rank: int | Literal["*"]) -> str:
-    """A checkpoint's file with the fingerprints of a rank's tensors ("*": any's), named as Megatron's writers name theirs.
+    """The file with the fingerprints of a rank's tensors, named as Megatron's writers name theirs.
 
     Args:
-        rank: global.
+        rank: global; "*" for a pattern of all.
     """
     return f"__{rank}_stability.json"
 

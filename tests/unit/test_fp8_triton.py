@@ -37,14 +37,8 @@ json.dump(pairs, sys.stdout)
 def test_kernel_equals_the_cpu_pass() -> None:
     gpu = torch.cuda.is_available()
     environment = {**os.environ, "PYTHONPATH": str(ROOT)} | ({} if gpu else {"TRITON_INTERPRET": "1"})
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, "cuda" if gpu else "cpu"],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=500,
-        check=False,
-    )
+    script = [sys.executable, "-c", SCRIPT, "cuda" if gpu else "cpu"]
+    done = subprocess.run(script, env=environment, capture_output=True, text=True, timeout=500, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     pairs = json.loads(done.stdout)
     assert len(pairs) == 12
