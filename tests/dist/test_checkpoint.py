@@ -73,6 +73,9 @@ def test_a_resumed_run_is_the_uninterrupted_run_to_the_bit(
         assert one_rng["torch"]
     said, equal = compare_checkpoints.compare(tmp_path / "straight", tmp_path / "iter_0000006", bitwise=True)
     assert equal, said
+    prints = tmp_path / "straight" / manifest.fingerprints_name(1)
+    prints.write_bytes(prints.read_bytes()[::-1])
+    assert not compare_checkpoints.compare(tmp_path / "straight", tmp_path / "iter_0000006", bitwise=True)[1]
     view = ledger.read(tmp_path / "stability")
     assert [step.step for step in view.surviving] == [1, 2, 3, 4, 5, 6]
     assert manifest.read(tmp_path / "iter_0000006").samples == view.surviving[-1].last_sample == 48

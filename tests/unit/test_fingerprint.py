@@ -66,11 +66,13 @@ def test_one_bad_element_is_not_finite(bad: float) -> None:
     "dtype",
     [torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, torch.float8_e8m0fnu],
 )
-def test_each_fp8_code_alone_has_its_magnitude(dtype: torch.dtype) -> None:
-    codes = torch.arange(256, dtype=torch.uint8).view(dtype)
-    found = fingerprint.fingerprints((str(place), codes[place]) for place in range(256))
+@pytest.mark.parametrize("others", [[], [-2.0, 2.0]], ids=["alone", "among others"])
+def test_each_fp8_code_counts_with_its_magnitude(dtype: torch.dtype, others: list[float]) -> None:
+    codes = torch.arange(256, dtype=torch.uint8).view(256, 1)
+    rows = torch.cat([codes, torch.tensor(others).to(dtype).view(torch.uint8).expand(256, -1)], dim=1).view(dtype)
+    found = fingerprint.fingerprints((str(place), rows[place]) for place in range(256))
     seen = torch.tensor([each.amax for each in found.values()])
-    assert torch.equal(seen.nan_to_num(-1.0), codes.float().abs().nan_to_num(-1.0))
+    assert torch.equal(seen.nan_to_num(-1.0), rows.float().abs().amax(dim=1).nan_to_num(-1.0))
 
 
 def test_combined_depends_on_order() -> None:
