@@ -19,7 +19,7 @@ from typing import Any, Literal, Protocol
 from megatron_stability import config as tree
 from megatron_stability.errors import EXIT_FINE, UsageError
 from megatron_stability.megatron import preflight
-from megatron_stability.megatron.ranks import Ranks
+from megatron_stability.megatron.ranks import Ranks, speaks
 
 MOST_RANKS = 1024  # more on one machine is a slip of the keyboard
 EPILOG = {
@@ -155,9 +155,9 @@ def _launch(options: argparse.Namespace, argv: list[str], script: Path | None) -
     try:
         return _be_rank(options, argv, script)
     except UsageError as error:
-        if os.environ["RANK"] == "0":
+        if speaks(os.environ["RANK"]):
             raise
-        return error.exit_code  # rank 0 says it for all
+        return error.exit_code
 
 
 def _start_ranks(options: argparse.Namespace, argv: list[str], script: Path | None) -> int:

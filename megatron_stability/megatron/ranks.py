@@ -22,6 +22,7 @@ from typing import Any, Self
 from megatron_stability.errors import EXIT_FINE, EXIT_HALTED, EXIT_REWIND, EXIT_UNUSABLE, UsageError
 
 GRACE_S = 10.0  # how long the other ranks may take to end by themselves once one has failed
+RANK_0_S = 30.0  # how much later than another rank rank 0 may find what both find
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 TAIL = 60  # lines of the failing rank's standard error that are shown
 
@@ -165,6 +166,23 @@ def _answer(pipe: Any, question: Callable[..., str | None], arguments: tuple[Any
         pipe.send(("answer", question(*arguments, prepared=prepared)))
     except BaseException:
         pipe.send(("error", traceback.format_exc()))
+
+
+def speaks(rank: int | str) -> bool:
+    """Whether a rank that is about to end says why; every rank has found the same, most likely, and one says it.
+
+    torchrun ends all ranks with the first that ends. So the others wait here for rank 0 to speak and end; who is not
+    ended by then was alone in what it found.
+
+    Args:
+        rank: global, as `RANK` has it or as a number.
+    """
+    if str(rank) == "0":
+        return True
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return False
+    time.sleep(RANK_0_S)
+    return True
 
 
 def rendezvous() -> dict[str, str]:

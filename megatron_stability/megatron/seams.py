@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from megatron_stability.errors import UsageError
+from megatron_stability.megatron.ranks import speaks
 
 if TYPE_CHECKING:
     from megatron_stability.megatron.runtime import Runtime
@@ -57,7 +58,7 @@ def _one_sentence(rank: int) -> Iterator[None]:
     try:
         yield
     except UsageError as error:
-        if rank == 0:
+        if speaks(rank):
             text = str(error) if _runtime is None else _runtime.host.in_its_words(str(error))
             print(f"megatron-stability: {text}", file=sys.stderr, flush=True)
         sys.exit(error.exit_code)

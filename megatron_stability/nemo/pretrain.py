@@ -23,6 +23,7 @@ from typing import Any, TextIO
 from megatron_stability.config import StabilityConfig
 from megatron_stability.errors import EXIT_FINE, UsageError
 from megatron_stability.megatron.preflight import OneSentenceParser
+from megatron_stability.megatron.ranks import speaks
 
 
 @dataclass(frozen=True)
@@ -216,7 +217,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         elif rank == "0":
             show(job, int(os.environ.get("WORLD_SIZE", "1")), sys.stdout)
     except UsageError as error:
-        if rank == "0":  # what all know, rank 0 says
+        if speaks(rank):
             print(f"megatron-stability nemo: {error}", file=sys.stderr, flush=True)
         return error.exit_code
     return EXIT_FINE

@@ -228,7 +228,8 @@ def test_under_torchrun_each_worker_ends_with_2_and_rank_0_speaks(folder: Path) 
         "--redirects",
         "3",
     )
-    worker = ("-m", "megatron_stability.cli", "pretrain", "--cpu", *TINY, "--tensor-model-parallel-size", "4")
+    late = '[ "$RANK" != 0 ] || sleep 5; exec "$0" -m megatron_stability.cli pretrain --cpu "$@"'
+    worker = ("--no-python", "bash", "-c", late, sys.executable, *TINY, "--tensor-model-parallel-size", "4")
     ran = _run(folder, *torchrun, *worker)
     assert ran.returncode == 1
     assert "exitcode  : 2" in ran.stderr
