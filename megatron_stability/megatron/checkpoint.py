@@ -20,7 +20,9 @@ import torch.distributed as dist
 from megatron.training import print_rank_0
 from torch.distributed.checkpoint.api import CheckpointException
 
+from megatron_stability import files
 from megatron_stability.config import StabilityConfig
+from megatron_stability.echo import said
 from megatron_stability.errors import UsageError
 from megatron_stability.megatron import install_digest, optimizer_state, rank_state, resume, training_args
 from megatron_stability.megatron.failed_save import Failure, SaveError, attempt, tell
@@ -227,7 +229,7 @@ class Checkpoints:
         except Exception as error:  # rank 0 must not wait for a share that never comes
             broken, share = error, {"failure": Failure(f"rank {save.rank}: {error!r}")}
         path, text = save.folder / _SHARE.format(rank=save.rank), json.dumps(share).encode()
-        _, unwritten = attempt(lambda: manifest.write_atomically(path, text))
+        _, unwritten = attempt(lambda: files.write_atomically(path, text))
         if save.rank == 0:
             _, failure = (
                 attempt(lambda: self._gather(save.folder, save.draft)) if unwritten is None else (None, unwritten)
@@ -251,7 +253,8 @@ class Checkpoints:
         }
 
     def _hash_share(self, save: Save, prints: dict[str, Fingerprint]) -> dict[str, FileEntry]:
-        (save.folder / manifest.fingerprints_name(save.rank)).write_bytes(rank_state.packed(prints, self._model))
+        prints_file = save.folder / manifest.fingerprints_name(save.rank)
+        files.write_atomically(prints_file, rank_state.packed(prints, self._model))
         names = manifest.share(manifest.file_names(save.folder), save.rank, save.draft.layout["world_size"])
         return manifest.hash_files(save.folder, names, threads=self._config.checkpoint.threads, sync=True)
 
@@ -263,7 +266,7 @@ class Checkpoints:
             if time.monotonic() > deadline:
                 raise UsageError(f"{next(p for p in paths if not p.exists())} did not come in {SHARES_WAIT_S:g} s")
             time.sleep(0.02)
-        shares = [json.loads(path.read_bytes()) for path in paths]
+        shares = [files.read_json(path) for path in paths]
         for path in paths:
             path.unlink()
         failure = next((share["failure"] for share in shares if share["failure"]), None)
@@ -297,7 +300,7 @@ class Checkpoints:
             for each in gone or ():
                 print(f"> megatron-stability: {each.name} was deleted (--stability-checkpoint-keep)", flush=True)
             if failure is not None:  # this checkpoint counts all the same
-                print(f"> megatron-stability: --stability-checkpoint-keep: {failure.text}", flush=True)
+                print(f"> megatron-stability: --stability-checkpoint-keep: {said(failure.text)}", flush=True)
 
     # --- load -------------------------------------------------------------------------------------------------------
 
@@ -322,7 +325,8 @@ class Checkpoints:
         self._args.ckpt_step = self._resumed.step
         mine = manifest.fingerprints_name(dist.get_rank())
         if mine in self._resumed.files and self._rank_state_fits():
-            self._saved_prints = (generations.folder_of(Path(load_dir), self._resumed.step) / mine).read_bytes()
+            folder = generations.folder_of(Path(load_dir), self._resumed.step)
+            self._saved_prints = files.read_bytes(folder / mine)
 
     def choose_older(self, back: int, sample: int) -> Manifest | None:
         """As `resume.choose_older` in `--save`; the next load takes what was chosen. Collective."""

@@ -20,6 +20,7 @@ from megatron.core import parallel_state, tensor_parallel
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 
 from megatron_stability.errors import UsageError
+from megatron_stability.files import parse_json
 from megatron_stability.observe import fingerprint
 from megatron_stability.observe.fingerprint import Fingerprint, combined
 from megatron_stability.record.entries import strict
@@ -107,7 +108,7 @@ def packed(prints: Mapping[str, Fingerprint], model: list[Any]) -> bytes:
 
 def unpacked(text: bytes, model: list[Any]) -> dict[str, tuple[int | None, float]]:
     """The inverse of `packed`: (bits, amax) by name, bits None where another kind of device hashed."""
-    state = json.loads(text)
+    state = parse_json(text)
     same = state["hashed_on"] == _device(model)
     return {name: (bits if same else None, float(amax)) for name, (bits, amax) in state["tensors"].items()}
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import io
 import multiprocessing as mp
 import os
-import re
 import signal
 import socket
 import sys
@@ -120,7 +120,16 @@ class Ranks:
 
 def without_usage(said: str) -> str:
     """What a script said, without argparse's usage: of Megatron's flags it is a thousand lines before the error."""
-    return re.sub(r"^usage: .*?\n(?=\S[^\n]*: error: )", "", said, flags=re.MULTILINE | re.DOTALL)
+    kept: list[str] = []
+    usage: int | None = None  # where it begins
+    for line in io.StringIO(said, newline="\n"):
+        if usage is None and line.startswith("usage: "):
+            usage = len(kept)
+        elif usage is not None and not line[0].isspace() and ": error: " in line[1:]:
+            del kept[usage:]
+            usage = None
+        kept.append(line)
+    return "".join(kept)
 
 
 def _let_end(processes: list[Any]) -> None:

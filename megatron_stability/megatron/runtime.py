@@ -25,6 +25,7 @@ from megatron_stability import detect
 from megatron_stability.act.scale import Scale
 from megatron_stability.config import StabilityConfig
 from megatron_stability.decide.policy import TablePolicy
+from megatron_stability.echo import said
 from megatron_stability.errors import EXIT_HALTED, EXIT_REWIND, UsageError
 from megatron_stability.megatron import incident, install_digest, optimizer_state, weight_hooks
 from megatron_stability.megatron.batch_monitor import skip_ahead
@@ -139,7 +140,7 @@ class Runtime:
         self._forward_state = optimizer_state.ForwardState(model)
         curves = self.config.observe.attention.head_curves
         self.sinks.append(MegatronWriters(self.host, self.config.record.tensorboard, curves))
-        print_rank_last(f"> megatron-stability: mode {self.config.mode}, ledger in {self.ledger_folder()}")
+        print_rank_last(said(f"> megatron-stability: mode {self.config.mode}, ledger in {self.ledger_folder()}"))
 
     def _make_hooks(self, device: torch.device) -> str | None:
         """The complaint, if this rank has a layer that can't be hooked, is for every rank to raise."""
@@ -224,7 +225,7 @@ class Runtime:
         decision = skip_ahead(self._pipeline, self._ahead, self._args.consumed_train_samples, self.rewinds.pass_over)
         if decision is not None:
             self._incidents += 1
-            print_rank_last(f" stability: step {decision.step} SKIP, not computed: {decision.reason}")
+            print_rank_last(said(f" stability: step {decision.step} SKIP, not computed: {decision.reason}"))
         return self.rewinds.passes_over(data_iterator, self.sinks)
 
     def step_begins(self) -> None:
@@ -283,7 +284,7 @@ class Runtime:
                     sink.write_attention(table)
         if decision.advised is not Action.APPLY or decision.action is not Action.APPLY:
             self._incidents += 1
-            print_rank_last(f" stability: step {record.step} {_verb(decision)}: {decision.reason}")
+            print_rank_last(said(f" stability: step {record.step} {_verb(decision)}: {decision.reason}"))
 
     def exit_after_step(self, should_checkpoint: bool, should_exit: bool, exit_code: int) -> tuple[bool, bool, int]:
         """A halt leaves the loop before the step is counted; the last good checkpoint stays the newest. Collective."""
@@ -304,7 +305,7 @@ class Runtime:
                 self._ending(EXIT_REWIND, reason)
                 return False, True, EXIT_REWIND
             reason = f"there is no complete checkpoint to rewind to; {reason}"
-            print_rank_last(f" stability: step {record.step} HALT: {reason}")
+            print_rank_last(said(f" stability: step {record.step} HALT: {reason}"))
         self._ending(EXIT_HALTED, reason)
         self.rewinds.halted(record.step, reason)
         return self.checkpoints.halted(record.step, reason), True, EXIT_HALTED

@@ -23,7 +23,10 @@ from typing import Any, Literal
 import xxhash
 from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
 
+from megatron_stability import files
+from megatron_stability.echo import brief, said
 from megatron_stability.errors import UsageError
+from megatron_stability.record import dcp_metadata
 from megatron_stability.record.entries import strict
 
 MANIFEST, MARKER, SUSPECT = "stability_manifest.json", "stability_complete", "stability_suspect.json"
@@ -66,7 +69,7 @@ class Manifest(BaseModel):
     def _stay_inside(cls, files: dict[str, FileEntry]) -> dict[str, FileEntry]:
         for name in files:
             if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts or "\0" in name:
-                raise ValueError(f"{name!r} is no name of a file in the checkpoint")
+                raise ValueError(f"{brief(name)} is no name of a file in the checkpoint")
         return files
 
     @property
@@ -79,12 +82,12 @@ class Manifest(BaseModel):
 class Problem:
     """Why a folder can't be loaded: the file's name in it and one sentence."""
 
-    kind: Literal["incomplete", "missing", "size", "checksum", "unreadable", "schema"]
+    kind: Literal["incomplete", "missing", "size", "checksum", "unreadable", "schema", "unsafe"]
     file: str
     message: str
 
     def __str__(self) -> str:
-        return f"{self.file}: {self.message}"
+        return said(f"{self.file}: {self.message}")
 
 
 # --- writing ----------------------------------------------------------------------------------------------------------
@@ -102,7 +105,7 @@ def fingerprints_name(rank: int | Literal["*"]) -> str:
 def file_names(folder: Path) -> list[str]:
     """Every file below the folder but our own and temporary ones, sorted, with `/` between parts."""
     names = (path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
-    return sorted(name for name in names if name not in OWN_FILES and not name.startswith(".stability-"))
+    return sorted(name for name in names if name not in OWN_FILES and not name.startswith(files.TEMPORARY))
 
 
 def share(names: Iterable[str], rank: int, world: int) -> list[str]:
@@ -192,7 +195,7 @@ def _size(path: Path) -> int:
 
 def _hash(path: Path, sync: bool, tell: OnBytes) -> FileEntry:
     digest, size = xxhash.xxh3_128(), 0
-    with path.open("rb", buffering=0) as stream:
+    with files.open_regular(path) as stream:
         buffer = memoryview(bytearray(min(CHUNK, max(1, os.fstat(stream.fileno()).st_size))))
         while count := stream.readinto(buffer):
             digest.update(buffer[:count])
@@ -207,7 +210,7 @@ def begin(folder: Path) -> None:
     """Take away the marker before the folder's files are written anew."""
     if (folder / MARKER).exists():
         (folder / MARKER).unlink()
-        sync_folder(folder)
+        files.sync_folder(folder)
 
 
 def write(folder: Path, manifest: Manifest) -> None:
@@ -223,36 +226,13 @@ def write(folder: Path, manifest: Manifest) -> None:
     text = json.dumps(strict(manifest.model_dump(mode="json")), allow_nan=False, indent=1, sort_keys=True).encode()
     begin(folder)
     for inner in {(folder / name).parent for name in manifest.files} | {folder}:
-        sync_folder(inner)
-    write_atomically(folder / MANIFEST, text)
-    write_atomically(folder / MARKER, _seal(text))
+        files.sync_folder(inner)
+    files.write_atomically(folder / MANIFEST, text)
+    files.write_atomically(folder / MARKER, _seal(text))
 
 
 def _seal(manifest: bytes) -> bytes:
     return xxhash.xxh3_128_hexdigest(manifest).encode() + b"\n"
-
-
-def write_atomically(path: Path, data: bytes) -> None:
-    """Replace a file by a whole one, on stable storage before it returns."""
-    temporary = path.with_name(f".stability-{path.name}.{os.getpid()}")
-    try:
-        with temporary.open("wb") as stream:
-            stream.write(data)
-            stream.flush()
-            os.fsync(stream.fileno())
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
-    sync_folder(path.parent)
-
-
-def sync_folder(folder: Path) -> None:
-    """Put a folder's names on stable storage."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 # --- reading ----------------------------------------------------------------------------------------------------------
@@ -271,25 +251,28 @@ def check(folder: Path) -> tuple[Manifest | None, list[Problem]]:
     if manifest is not None:
         for name, entry in manifest.files.items():
             try:
-                size = (folder / name).stat().st_size
+                found = (folder / name).stat()
+                files.refuse_special(folder / name, found)
             except OSError as error:
                 missing = isinstance(error, FileNotFoundError | NotADirectoryError)
                 problems.append(_unreadable(name, error) if not missing else Problem("missing", name, "is missing"))
                 continue
-            if size != entry.size:
-                problems.append(Problem("size", name, f"has {size} bytes, and had {entry.size} when it was saved"))
+            if found.st_size != entry.size:
+                problems.append(
+                    Problem("size", name, f"has {found.st_size} bytes, and had {entry.size} when it was saved")
+                )
     return manifest, problems
 
 
 def _believed(folder: Path) -> tuple[Manifest | None, list[Problem]]:
     try:
-        marker = (folder / MARKER).read_bytes()
+        marker = files.read_bytes(folder / MARKER, files.SMALL)
     except FileNotFoundError:
         return None, [Problem("incomplete", MARKER, "is missing: the save did not finish, or was not made with us")]
     except OSError as error:
         return None, [_unreadable(MARKER, error)]
     try:
-        text = (folder / MANIFEST).read_bytes()
+        text = files.read_bytes(folder / MANIFEST)
     except FileNotFoundError:
         return None, [Problem("missing", MANIFEST, "is missing")]
     except OSError as error:
@@ -334,7 +317,18 @@ def verify(
             problems.append(_unreadable(name, entry))
         elif entry != manifest.files[name]:
             problems.append(Problem("checksum", name, "has other bytes than when it was saved (wrong checksum)"))
+        elif PurePosixPath(name).name == dcp_metadata.FILE:
+            problems += _unsafe(folder, name)
     return sorted(problems, key=lambda problem: problem.file)
+
+
+def _unsafe(folder: Path, name: str) -> list[Problem]:
+    """The bytes are those that were saved, but by whom."""
+    try:
+        found = dcp_metadata.problem(folder / name)
+    except OSError as error:
+        return [_unreadable(name, error)]
+    return [] if found is None else [Problem("unsafe", name, found)]
 
 
 def read(folder: Path) -> Manifest:
