@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 import reprlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -121,6 +121,16 @@ def masked(value: Any, name: str = "") -> Any:
     if isinstance(value, int | float) and not isinstance(value, bool) and _certain(_words(name)):
         return MASK
     return value
+
+
+def secret_names(value: Any, name: str = "") -> Iterator[str]:
+    """The dotted names of what `masked` hides in a nest."""
+    hidden = masked(value, name.rpartition(".")[2])
+    if isinstance(value, Mapping) and not is_secret_name(name.rpartition(".")[2]):
+        for key, item in value.items():
+            yield from secret_names(item, f"{name}.{key}" if name else str(key))
+    elif hidden != value:
+        yield name
 
 
 def _key(key: Any) -> Any:

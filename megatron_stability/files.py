@@ -8,6 +8,7 @@ must be a regular file. All errors are `OSError` with the file's name, as those 
 from __future__ import annotations
 
 import errno
+import io
 import json
 import os
 import secrets
@@ -22,7 +23,7 @@ TEMPORARY = ".stability-"  # how the names of files begin that are not finished
 # --- reading ----------------------------------------------------------------------------------------------------------
 
 
-def open_regular(path: Path) -> BinaryIO:
+def open_regular(path: Path) -> io.FileIO:
     """A regular file, unbuffered, for reading; a link to one is followed.
 
     Raises:
@@ -31,7 +32,7 @@ def open_regular(path: Path) -> BinaryIO:
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         refuse_special(path, os.fstat(descriptor))
-        return os.fdopen(descriptor, "rb", buffering=0)
+        return io.FileIO(descriptor, "rb")
     except BaseException:
         os.close(descriptor)
         raise

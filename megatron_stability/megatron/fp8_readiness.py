@@ -24,6 +24,7 @@ from megatron_stability.numerics.fp8_formats import amax
 from megatron_stability.numerics.fp8_readiness import Expected, LayerReadiness, expected, most_sensitive_first
 from megatron_stability.numerics.fp8_readiness import output_snr_db as output_snr
 from megatron_stability.numerics.fp8_recipes import Recipe
+from megatron_stability.record import pages
 from megatron_stability.records import encode_float
 
 ROWS = 512  # inputs of a layer that are kept for the SNRs, spread over the batches
@@ -230,8 +231,7 @@ def run(argv: Sequence[str]) -> int:
     found = report(results, recipe, options.forwards, options.keep)
     print(f"keep in BF16 first: {', '.join(found['keep_in_bf16'])}")
     if options.json is not None:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps(found, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+        pages.replace("--json", options.json, json.dumps(found, indent=1, allow_nan=False) + "\n")
     return EXIT_FINE
 
 

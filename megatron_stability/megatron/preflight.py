@@ -11,11 +11,12 @@ import os
 import struct
 import tempfile
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from megatron_stability import config as tree
+from megatron_stability import files
 from megatron_stability.errors import UsageError
 from megatron_stability.megatron.fp8_flags import refuse_inactive_fp8
 
@@ -158,7 +159,7 @@ def check_dataset(flag: str, prefix: str) -> None:
     for file in (index, data):
         if not file.is_file():
             raise UsageError(f"{flag} {prefix}: {file} does not exist; `megatron-stability prepare-data` makes it")
-    with index.open("rb") as stream:
+    with io.BufferedReader(files.open_regular(index)) as stream:
         head = stream.read(9 + 8 + 1 + 8 + 8)
         if len(head) < 34 or head[:9] != INDEX_MAGIC:
             raise UsageError(f"{flag} {prefix}: {index} is not a Megatron index; make it again")
@@ -166,13 +167,19 @@ def check_dataset(flag: str, prefix: str) -> None:
         whole = 34 + sequences * (4 + 8) + documents * 8
         if index.stat().st_size < whole or code not in DTYPE_BYTES:
             raise UsageError(f"{flag} {prefix}: {index} is cut short or damaged; make it again")
-        sizes = stream.read(4 * sequences)
-    tokens = sum(memoryview(sizes).cast("i"))
+        tokens = sum(sum(memoryview(stream.read(4 * count)).cast("i")) for count in _parts(sequences))
     if data.stat().st_size != tokens * DTYPE_BYTES[code]:
         raise UsageError(
             f"{flag} {prefix}: {data} has {data.stat().st_size} bytes where its index says "
             f"{tokens * DTYPE_BYTES[code]}; make it again"
         )
+
+
+def _parts(sequences: int) -> Iterator[int]:
+    """Of a number that a file claims, parts of which the sizes fit into 4 MiB."""
+    while sequences:
+        yield (part := min(sequences, 1 << 20))
+        sequences -= part
 
 
 def check_writable(flag: str, folder: Path) -> None:

@@ -31,6 +31,7 @@ from megatron_stability.errors import EXIT_FINE, UsageError
 from megatron_stability.megatron import prepare_tokenizers
 from megatron_stability.megatron.prepare_sources import DEFAULT_PATTERNS, Document, Source, discover, documents
 from megatron_stability.megatron.prepare_tokenizers import Ids, Tokenizer
+from megatron_stability.record.entries import strict
 
 BIN, IDX, PROVENANCE, META = ".bin", ".idx", ".provenance.jsonl", ".meta.json"
 MAX_DOCUMENT_TOKENS = 2**31 - 1  # the index keeps lengths as int32
@@ -50,6 +51,7 @@ class Options:
         max_bytes: take whole documents in order while their text stays within this many bytes.
         workers: threads that encode; the result does not depend on it.
         overwrite: replace a data set of the same prefix.
+        follow_links: take files that a link in a folder leads to, out of that folder too.
     """
 
     tokenizer: Path | None = None
@@ -61,6 +63,7 @@ class Options:
     max_bytes: int | None = None
     workers: int = 1
     overwrite: bool = False
+    follow_links: bool = False
 
 
 @dataclass(frozen=True)
@@ -113,7 +116,7 @@ def prepare(inputs: Sequence[str | Path], prefix: str | Path, options: Options |
     options = options or Options()
     _check(options)
     tokenizer = prepare_tokenizers.load(options.tokenizer, options.eod_token)
-    sources = discover([Path(given) for given in inputs], options.patterns, options.exclude)
+    sources = discover([Path(given) for given in inputs], options.patterns, options.exclude, options.follow_links)
     target = Path(prefix)
     flags = ["--data-path", str(target), *prepare_tokenizers.training_flags(tokenizer)]
     try:  # what can't be read is told by the sources; any other failure is the output's
@@ -261,7 +264,7 @@ def _write_meta(
         "sha256": {suffix: _sha256(Path(f"{built}{suffix}")) for suffix in (BIN, IDX, PROVENANCE)},
         "training_flags": flags,
     }
-    Path(f"{built}{META}").write_text(json.dumps(meta, indent=2) + "\n", encoding="utf-8")
+    Path(f"{built}{META}").write_text(json.dumps(strict(meta), indent=2) + "\n", encoding="utf-8")
 
 
 def _sha256(path: Path) -> str:
@@ -299,6 +302,9 @@ def parser() -> argparse.ArgumentParser:
     flags.add_argument("--max-bytes", type=int, metavar="N", help="stop before the document that would pass N bytes")
     flags.add_argument("--workers", type=int, default=1, metavar="N", help="threads that encode (default: 1)")
     flags.add_argument("--overwrite", action="store_true", help="replace a data set of the same prefix")
+    flags.add_argument(
+        "--follow-links", action="store_true", help="take files that links in folders lead to, out of them"
+    )
     flags.add_argument("--json", action="store_true", help="print the summary as JSON")
     return flags
 
@@ -323,6 +329,7 @@ def run(argv: list[str]) -> int:
         max_bytes=args.max_bytes,
         workers=args.workers,
         overwrite=args.overwrite,
+        follow_links=args.follow_links,
     )
     summary = prepare(args.inputs, args.output, options)
     if args.json:

@@ -27,6 +27,7 @@ from megatron.bridge.utils.instantiate_utils import register_allowed_target_pref
 from megatron.training import print_rank_0
 
 from megatron_stability.config import StabilityConfig
+from megatron_stability.echo import said
 from megatron_stability.errors import UsageError
 from megatron_stability.megatron import arguments, cpu, drills, layer_specs, seams, weight_hooks
 from megatron_stability.megatron.fp8_flags import refuse_inactive_fp8
@@ -87,7 +88,7 @@ def attach(container: ConfigContainer, stability: StabilityConfig, drill_fault: 
 
     def before_training() -> None:
         for line in lines:
-            print_rank_0(f"> megatron-stability: {line}")
+            print_rank_0(said(f"> megatron-stability: {line}"))
         put_back()
 
     step = faults.inject(args) if drill_fault else forward_step

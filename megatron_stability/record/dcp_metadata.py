@@ -109,7 +109,7 @@ def problem(path: Path) -> str | None:
 def _examined(data: bytes) -> str | None:
     try:
         for opcode, argument, _ in pickletools.genops(data):
-            if opcode.name in _MEMO and int(argument) > len(data):  # the memo is an array of that length
+            if opcode.name in _MEMO and int(argument or 0) > len(data):  # the memo is an array of that length
                 raise _Forbidden("numbers what it remembers beyond its size")
         _Examining(io.BytesIO(data)).load()
     except _Forbidden as error:
