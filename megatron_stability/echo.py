@@ -108,7 +108,7 @@ def masked(value: Any, name: str = "") -> Any:
         A value of the same form; other keys and values unchanged.
     """
     if isinstance(value, Mapping):
-        hidden = name if is_secret_name(name) else ""
+        hidden = "secret" if is_secret_name(name) else ""  # so is all that is below it
         return {_key(key): masked(item, hidden or str(key)) for key, item in value.items()}
     if isinstance(value, list):
         return [masked(item, name) for item in value]

@@ -248,9 +248,13 @@ def read_tensors(path: str | Path) -> dict[str, torch.Tensor]:
         raise UsageError(f"{file}: cannot be read ({error.strerror}); restore the bundle from a copy") from None
     if xxhash.xxh64_hexdigest(data) != digest:
         raise UsageError(f"{file}: is damaged (wrong checksum); restore the bundle from a copy")
+    from safetensors import SafetensorError
     from safetensors.torch import load
 
-    return load(data)
+    try:
+        return load(data)
+    except (SafetensorError, KeyError, ValueError, RuntimeError) as error:
+        raise UsageError(f"{file}: holds no tensors ({error}); restore the bundle from a copy") from None
 
 
 def plain_args(args: Mapping[str, Any]) -> dict[str, Any]:

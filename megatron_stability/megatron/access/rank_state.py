@@ -142,6 +142,20 @@ def complaint(prints: dict[str, Fingerprint], saved: Mapping[str, tuple[int | No
     return f"{missing[0]} was saved and is not there after the load" if missing else None
 
 
+def complaint_of(prints: dict[str, Fingerprint], packed: bytes | None, model: list[Any]) -> str | None:
+    """`complaint`, of the bytes of the rank's file, which may be anything.
+
+    Args:
+        prints: of what was loaded.
+        packed: the file's; None: there is none.
+        model: Megatron's chunks.
+    """
+    try:
+        return complaint(prints, None if packed is None else unpacked(packed, model))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        return f"the checkpoint's fingerprints of its tensors can't be read ({type(error).__name__}: {error})"
+
+
 def expert_names(model: list[Any]) -> set[str]:
     """Names, as `weights` gives them, of what Megatron reduces over expert data-parallel groups."""
     return {

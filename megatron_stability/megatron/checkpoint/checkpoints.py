@@ -373,8 +373,7 @@ class Checkpoints:
             optimizer_state.restore_step(optimizer)
         prints = rank_state.measure(model, optimizer) if self._loaded else rank_state.measure(model, None)
         state = self._loaded_rank_state or {}
-        saved = rank_state.unpacked(self._saved_prints, model) if self._saved_prints else None
-        here = rank_state.complaint(prints, saved) if self._loaded else None
+        here = rank_state.complaint_of(prints, self._saved_prints, model) if self._loaded else None
         replicas = rank_state.check_replicas(model, prints)
         collectives.agree(here or replicas)
         if "generators" in state:
