@@ -276,14 +276,14 @@ class Checkpoints:
         failure = next((share["failure"] for share in shares if share["failure"]), None)
         if failure is not None:
             raise SaveError(Failure(*failure))
-        files = {name: FileEntry(**entry) for share in shares for name, entry in share["files"].items()}
+        named = {name: FileEntry(**entry) for share in shares for name, entry in share["files"].items()}
         flaw = next((share["flaw"] for share in shares if share["flaw"]), None)
         replicas = {rank: [rank_state.Digest(*each) for each in share["replicas"]] for rank, share in enumerate(shares)}
         flaw = flaw or rank_state.replica_complaint(replicas)
         if self._hashes is None:
             self._hashes = training_args.hashes(self._args, self._config)
         known = {"versions": install_digest.versions(), "training": training_args.training(self._args)}
-        self._finish(folder, draft.model_copy(update=known | {"files": files, "hashes": self._hashes}), flaw)
+        self._finish(folder, draft.model_copy(update=known | {"files": named, "hashes": self._hashes}), flaw)
 
     def _finish(self, folder: Path, whole: Manifest, flaw: str | None) -> None:
         """Manifest, marker, tracker, retention, in this order."""
