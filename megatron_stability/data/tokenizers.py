@@ -149,4 +149,7 @@ def _eos_token_beside(file: Path) -> str | None:
         token = files.read_json(config).get("eos_token")
     except (OSError, ValueError, AttributeError) as error:
         raise UsageError(f"{config} is not a JSON object; mend it, or name the token with --eod-token.") from error
-    return token["content"] if isinstance(token, dict) else token
+    token = token.get("content") if isinstance(token, dict) else token
+    if not isinstance(token, str | None):
+        raise UsageError(f"{config}: its eos_token is no token; mend it, or name the token with --eod-token.")
+    return token

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import pickle
 import random
 import re
 import shutil
@@ -25,7 +27,8 @@ def make(root: Path, step: int, hashes: dict[str, str] | None = None) -> Path:
     folder = generations.folder_of(root, step)
     folder.mkdir(parents=True)
     for name in ("__0_0.distcp", "__1_0.distcp", "common.pt", ".metadata"):
-        (folder / name).write_bytes(f"{step} {name}".encode() * 100)
+        data = f"{step} {name}".encode() * 100
+        (folder / name).write_bytes(pickle.dumps(data.decode()) if name == ".metadata" else data)
     files = manifest.hash_files(folder, manifest.file_names(folder))
     manifest.write(
         folder,
@@ -103,6 +106,26 @@ def test_missing_or_empty_stops_unless_a_fresh_start_is_allowed(patched_ranks: P
     shutil.rmtree(tmp_path / "iter_0000005")
     flip(make(tmp_path, 5) / "common.pt")
     assert "common.pt" in ask(patched_ranks, tmp_path, {"allow_unverified": True, "allow_fresh_start": True})
+
+
+def test_a_program_in_the_metadata_is_passed_over_and_without_a_manifest_refused(
+    patched_ranks: Pool, tmp_path: Path
+) -> None:
+    """Megatron unpickles `.metadata` on every rank, whoever wrote it and sealed it."""
+    make(tmp_path, 5)
+    folder = make(tmp_path, 10)
+    (folder / ".metadata").write_bytes(pickle.dumps(os.system))
+    names = manifest.hash_files(folder, manifest.file_names(folder))
+    manifest.write(folder, manifest.read(make(tmp_path / "other", 10)).model_copy(update={"files": names}))
+    assert ask(patched_ranks, tmp_path) == 5
+    (folder / manifest.MARKER).unlink()
+    (tmp_path / "iter_0000005" / manifest.MARKER).unlink()
+    generations.write_tracker(tmp_path, 10)
+    answer = ask(patched_ranks, tmp_path, {"allow_unverified": True})
+    assert "iter_0000010/.metadata: names posix.system" in answer
+    generations.write_tracker(tmp_path, 5)
+    assert ask(patched_ranks, tmp_path, {"allow_unverified": True}) is None
+    assert "names posix.system" in ask(patched_ranks, tmp_path, {"allow_unverified": True}, ckpt_step=10)
 
 
 def refuse(context: Context, now: dict[str, Any], hashes: dict[str, str], allowed: tuple[str, ...]) -> str | None:
