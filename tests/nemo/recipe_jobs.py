@@ -44,6 +44,7 @@ def shown_with(context: Context, environment: dict[str, str], file: Path, words:
     """As `shown`, with these variables set meanwhile: the text, and the settings that a bundle would hold."""
     from megatron_stability.ledger.bundle import plain_args
     from megatron_stability.ledger.entries import strict
+    from megatron_stability.megatron.access import handle
     from megatron_stability.nemo.pretrain import Job
 
     with pytest.MonkeyPatch.context() as patch:
@@ -53,7 +54,9 @@ def shown_with(context: Context, environment: dict[str, str], file: Path, words:
         job = Job(file, tuple(words), cpu=True)
         attached = job.attach(job.build())
         try:
-            return text + str(strict(plain_args(attached.runtime.host.arguments(attached.runtime.host.args))))
+            runtime = handle.installed()
+            assert runtime is not None
+            return text + str(strict(plain_args(runtime.host.arguments(runtime.host.args))))
         finally:
             attached.close()
 
