@@ -50,6 +50,10 @@ class DataIterators:
         if not self._chunks:
             self._chunks.append(_Chunk(True, (None, None, None), train, None))
 
+    def close(self) -> None:
+        """Let go of them: loaders whose last user is gone end their workers."""
+        self._chunks.clear()
+
     @property
     def first(self) -> Any:
         """The training iterator of this rank's first model chunk; None where it reads nothing."""

@@ -18,7 +18,7 @@ from typing import Any, Literal, Protocol
 
 from megatron_stability import config as tree
 from megatron_stability.errors import EXIT_FINE, UsageError
-from megatron_stability.megatron import preflight
+from megatron_stability.megatron import preflight, processes
 from megatron_stability.megatron.ranks import Ranks, speaks
 
 MOST_RANKS = 1024  # more on one machine is a slip of the keyboard
@@ -178,6 +178,9 @@ def _start_ranks(options: argparse.Namespace, argv: list[str], script: Path | No
 
 def _be_rank(options: argparse.Namespace, argv: list[str], script: Path | None) -> int:
     """This process was started by torchrun: every rank judges the same, rank 0 says it, all exit 2."""
+    if "TORCHELASTIC_RUN_ID" in os.environ:  # else the parent may be a shell that has done its work
+        processes.follow(os.getppid())
+    processes.end_daemons_at_exit()
     if options.nproc is not None:
         raise UsageError("--nproc was given under torchrun, which started the ranks already; drop one of the two")
     size = os.environ.get("WORLD_SIZE", "")

@@ -102,12 +102,30 @@ def give_empty_state(optimizer: Any) -> None:
     moments; the step is `restore_step`'s.
     """
     for inner in _torch_adams(optimizer):
-        for parameter in (p for group in inner.param_groups for p in group["params"] if not inner.state[p]):
-            inner.state[parameter] = {
-                "step": torch.zeros(()),
-                "exp_avg": torch.zeros_like(parameter),
-                "exp_avg_sq": torch.zeros_like(parameter),
-            }
+        _begin(inner)
+
+
+def begin_state(optimizer: Any) -> None:
+    """The state that a first step would begin with, where no step has been applied yet, so that it can be saved.
+
+    A load asks for the moments of every parameter, and `DistributedOptimizer.state_dict` for their step, both of which
+    an optimizer makes in its first step only. What is there is left alone.
+    """
+    for one in _innermost(optimizer):
+        inner = getattr(one, "optimizer", None)
+        if isinstance(inner, torch.optim.Adam | torch.optim.AdamW):
+            _begin(inner)
+        elif inner is not None and not inner.state and one.init_state_fn is not None:
+            one.init_state_fn(inner, one.config)
+
+
+def _begin(adam: torch.optim.Optimizer) -> None:
+    for parameter in (p for group in adam.param_groups for p in group["params"] if not adam.state[p]):
+        adam.state[parameter] = {
+            "step": torch.zeros(()),
+            "exp_avg": torch.zeros_like(parameter),
+            "exp_avg_sq": torch.zeros_like(parameter),
+        }
 
 
 def restore_step(optimizer: Any) -> None:
@@ -123,8 +141,16 @@ def restore_step(optimizer: Any) -> None:
                 state["step"] = state["step"].clone().fill_(group["step"])
 
 
+def _innermost(optimizer: Any) -> Iterator[Any]:
+    """Megatron's optimizers that hold no others."""
+    for one in getattr(optimizer, "chained_optimizers", ()):
+        yield from _innermost(one)
+    if not hasattr(optimizer, "chained_optimizers"):
+        yield optimizer
+
+
 def _torch_adams(optimizer: Any) -> Iterator[torch.optim.Optimizer]:
-    for one in getattr(optimizer, "chained_optimizers", [optimizer]):
+    for one in _innermost(optimizer):
         inner = getattr(one, "optimizer", None)
         if isinstance(one, DistributedOptimizer) and isinstance(inner, torch.optim.Adam | torch.optim.AdamW):
             yield inner

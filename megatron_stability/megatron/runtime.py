@@ -84,6 +84,7 @@ class Runtime:
         self.optimizer: Any = None
         self._step: tuple[StepRecord, Decision] | None = None
         self._incidents = 0
+        self._applied = False  # whether this process has applied an update
         self._history = 0  # of this process: ranks begin alike
         self._ahead: StepRecord | None = None  # with the score of the batch after it
         self._evidence: dict[str, torch.Tensor] = {}  # of the step that is not applied, for its bundle
@@ -202,8 +203,9 @@ class Runtime:
         return Path(self._args.save or ".") / "stability"
 
     def close(self) -> None:
-        """Wait for a checkpoint that is being completed, and close the ledger."""
+        """Wait for a checkpoint that is being completed, let go of the data, and close the ledger."""
         self.checkpoints.close()
+        self.rewinds.data.close()
         if self._ledger is not None:
             self._ledger.close()
             self._ledger = None
@@ -263,6 +265,7 @@ class Runtime:
         if self._step is None:  # fp16: the loss scaler rejected the gradient before the gate, on every rank alike
             self._step = self._pipeline.decide(self._local(grad_norm=None, overflow=True))
         record, decision = self._step
+        self._applied = self._applied or bool(update_successful)
         if not decision.updates_weights:
             assert self._forward_state is not None
             self._forward_state.restore()
@@ -287,6 +290,8 @@ class Runtime:
 
     def exit_after_step(self, should_checkpoint: bool, should_exit: bool, exit_code: int) -> tuple[bool, bool, int]:
         """A halt leaves the loop before the step is counted; the last good checkpoint stays the newest. Collective."""
+        if not self._applied:  # and the next save may come first
+            optimizer_state.begin_state(self.optimizer)
         if self._step is None or self._step[1].action not in (Action.REWIND, Action.HALT):
             if should_exit:
                 self._ending(exit_code, incident.RERUN_VERDICTS.get(exit_code, "Megatron's train_step asked for it"))
@@ -313,8 +318,16 @@ class Runtime:
         if self._ledger is not None:
             self._ledger.ending(self._args.curr_iteration, code, reason)
 
-    def log_string(self) -> str:
-        """Fields for Megatron's log line."""
+    def log_string(self, losses: dict[str, Any]) -> str:
+        """Fields for Megatron's log line.
+
+        Args:
+            losses: summed since the last line, beside Megatron's counts of steps. Where no step was applied since,
+                they are removed: Megatron would log a loss of 0.
+        """
+        if not losses["advanced iterations"]:
+            for name in [name for name, value in losses.items() if isinstance(value, torch.Tensor)]:
+                del losses[name]
         incidents = f" stability incidents: {self._incidents:3d} |"
         if self._log_z is None or self._step is None:
             return incidents

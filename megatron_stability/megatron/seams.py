@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from megatron_stability.errors import UsageError
+from megatron_stability.megatron import processes
 from megatron_stability.megatron.ranks import speaks
 
 if TYPE_CHECKING:
@@ -36,6 +37,7 @@ def install(runtime: Runtime) -> None:
         raise RuntimeError("a megatron_stability runtime is installed already; uninstall it first")
     _runtime = runtime
     atexit.register(uninstall)  # a script of one's own, in a patched clone, knows nothing of it
+    processes.end_daemons_at_exit()
 
 
 def uninstall() -> None:
@@ -160,9 +162,9 @@ def evaluated(suffix: str, total_loss_dict: dict[str, Any]) -> None:
         _runtime.evaluated(suffix, total_loss_dict)
 
 
-def log_string() -> str:
-    """`training_log`: what is appended to Megatron's log line."""
-    return "" if _runtime is None else _runtime.log_string()
+def log_string(total_loss_dict: dict[str, Any]) -> str:
+    """`training_log`, before the losses: what is added to Megatron's log line; losses of no step are taken out."""
+    return "" if _runtime is None else _runtime.log_string(total_loss_dict)
 
 
 def add_checkpoint_state(state_dict: dict[str, Any]) -> None:
