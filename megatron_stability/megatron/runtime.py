@@ -29,7 +29,7 @@ from megatron_stability.errors import EXIT_HALTED, EXIT_REWIND, UsageError
 from megatron_stability.ledger.bundle import Bundles
 from megatron_stability.ledger.ledger import Ledger
 from megatron_stability.megatron import evidence
-from megatron_stability.megatron.access import optimizer_state
+from megatron_stability.megatron.access import losses, optimizer_state
 from megatron_stability.megatron.access.host import Host
 from megatron_stability.megatron.checkpoint.checkpoints import Checkpoints
 from megatron_stability.megatron.checkpoint.rewind import Rewinds
@@ -48,7 +48,6 @@ from megatron_stability.records import Action, Decision, StepRecord
 
 STATE_KEY = "megatron_stability"
 SCALED = {Action.SCALE_LR: "lr", Action.SCALE_WEIGHT_DECAY: "weight_decay"}
-_NO_LOSSES = torch.zeros(0, 2)
 
 
 class Runtime:
@@ -82,7 +81,7 @@ class Runtime:
         self._scales = {action: Scale() for action in SCALED}
         self._scaled_groups = optimizer_state.ScaledGroups()
         self._log_z: LogZHook | None = None
-        self._losses_n2 = _NO_LOSSES
+        self._losses_n2 = losses.NONE
         self._grad_amax: torch.Tensor | None = None
         self.model: list[Any] = []
         self.optimizer: Any = None
@@ -143,7 +142,8 @@ class Runtime:
         self._pipeline = self._pipeline.without(idle)
         self._forward_state = optimizer_state.ForwardState(model)
         curves = self.config.observe.attention.head_curves
-        self.sinks.append(MegatronWriters(self.host, self.config.record.tensorboard, curves))
+        self._writers = MegatronWriters(self.host, self.config.record.tensorboard, curves)
+        self.sinks.append(self._writers)
         print_rank_last(f"> megatron-stability: mode {self.config.mode}, ledger in {self.ledger_folder()}")
 
     def _make_hooks(self, device: torch.device) -> str | None:
@@ -237,7 +237,7 @@ class Runtime:
         """Keep what a forward and backward will change and a skip must put back."""
         assert self._forward_state is not None, "train_begins was not called: is patch 006-train-loop applied?"
         self._forward_state.keep()
-        self._losses_n2 = _NO_LOSSES
+        self._losses_n2 = losses.NONE
         self._step = None
         for hook in self._weight_hooks:
             hook.step_begins(self._args.curr_iteration + 1)
@@ -245,9 +245,7 @@ class Runtime:
     def losses_ready(self, losses_reduced: Sequence[dict[str, Any]]) -> None:
         """Keep this rank's micro-batch losses if it is the one that speaks for them, and look at its gradients."""
         self._grad_amax = optimizer_state.grad_amax(self.model)
-        if losses_reduced and parallel_state.get_tensor_model_parallel_rank() == 0:
-            key = "lm loss" if "lm loss" in losses_reduced[0] else next(iter(losses_reduced[0]))
-            self._losses_n2 = torch.stack([_sum_and_tokens(losses[key]) for losses in losses_reduced])
+        self._losses_n2 = losses.of_micro_batches(losses_reduced)
 
     def update_allowed(self, optimizer: Any, grad_norm: Any) -> bool:
         """The gate. Collective: what the weight hooks reduce, then one all-gather."""
@@ -290,7 +288,7 @@ class Runtime:
                     sink.write_attention(table)
         if decision.advised is not Action.APPLY or decision.action is not Action.APPLY:
             self._incidents += 1
-            print_rank_last(f" stability: step {record.step} {_verb(decision)}: {decision.reason}")
+            print_rank_last(f" stability: step {record.step} {decision.told}: {decision.reason}")
 
     def exit_after_step(self, should_checkpoint: bool, should_exit: bool, exit_code: int) -> tuple[bool, bool, int]:
         """A halt leaves the loop before the step is counted; the last good checkpoint stays the newest. Collective."""
@@ -306,6 +304,7 @@ class Runtime:
             outcome = self.rewinds.carry_out(record, decision, self._load_own_state)
             if outcome == "rewound":
                 self._load_hook_states()
+                self._writers.rewound(self._args.iteration)
                 if self._ledger is not None:
                     self._ledger.rewind(self._args.iteration, self._args.consumed_train_samples, reason)
                 return False, False, 0
@@ -322,16 +321,13 @@ class Runtime:
         if self._ledger is not None:
             self._ledger.ending(self._args.curr_iteration, code, reason)
 
-    def log_string(self, losses: dict[str, Any]) -> str:
+    def log_string(self, sums: dict[str, Any]) -> str:
         """Fields for Megatron's log line.
 
         Args:
-            losses: summed since the last line, beside Megatron's counts of steps. Where no step was applied since,
-                they are removed: Megatron would log a loss of 0.
+            sums: of the losses since the last line, beside Megatron's counts of steps.
         """
-        if not losses["advanced iterations"]:
-            for name in [name for name, value in losses.items() if isinstance(value, torch.Tensor)]:
-                del losses[name]
+        losses.leave_out_those_of_no_step(sums)
         incidents = f" stability incidents: {self._incidents:3d} |"
         if self._log_z is None or self._step is None:
             return incidents
@@ -399,15 +395,3 @@ class Runtime:
 
 def _on_gpu() -> bool:
     return dist.get_backend() == "nccl"
-
-
-def _sum_and_tokens(value: torch.Tensor) -> torch.Tensor:
-    """[2] (summed loss in nats, valid tokens) of one micro-batch; a plain mean counts as one token."""
-    value = value.detach().reshape(-1)
-    return value if value.numel() == 2 else torch.stack([value[0], torch.ones_like(value[0])])
-
-
-def _verb(decision: Decision) -> str:
-    if decision.action is decision.advised:
-        return decision.action.upper()
-    return f"{decision.action.upper()} (would {decision.advised.upper()})"

@@ -119,6 +119,36 @@ def begin_state(optimizer: Any) -> None:
             one.init_state_fn(inner, one.config)
 
 
+def give_first_step(optimizer: Any, saved: Any) -> None:
+    """Before a load, the step 0 that Megatron leaves out of a checkpoint without an applied update.
+
+    `MixedPrecisionOptimizer.sharded_state_dict` saves a step only where it is true, and torch's Adam takes no moments
+    without one.
+
+    Args:
+        optimizer: Megatron's, that is about to load.
+        saved: its part of the state dict; changed in place.
+    """
+    plain = (one for one in _innermost(optimizer) if not isinstance(one, DistributedOptimizer))
+    if not any(isinstance(getattr(one, "optimizer", None), torch.optim.Adam | torch.optim.AdamW) for one in plain):
+        return
+    for state in _states_by_parameter(saved):
+        moments = [each for each in state.values() if isinstance(each, dict) and "exp_avg" in each]
+        if moments and "common_step" not in state and not any("step" in each for each in moments):
+            state["common_step"] = torch.zeros(())
+
+
+def _states_by_parameter(saved: Any) -> Iterator[dict[Any, Any]]:
+    """The `state` of each torch optimizer in a state dict of Megatron's, however deep."""
+    if not isinstance(saved, dict):
+        return
+    if "state" in saved and "param_groups" in saved:
+        yield saved["state"]
+        return
+    for each in saved.values():
+        yield from _states_by_parameter(each)
+
+
 def _begin(adam: torch.optim.Optimizer) -> None:
     for parameter in (p for group in adam.param_groups for p in group["params"] if not adam.state[p]):
         adam.state[parameter] = {

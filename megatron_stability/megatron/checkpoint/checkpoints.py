@@ -26,6 +26,7 @@ from megatron_stability.config import StabilityConfig
 from megatron_stability.errors import UsageError
 from megatron_stability.files import write_atomically
 from megatron_stability.megatron.access import collectives, optimizer_state, rank_state
+from megatron_stability.megatron.access.data_iterators import DataIterators
 from megatron_stability.megatron.access.host import Host
 from megatron_stability.megatron.access.rank_state import Replicated
 from megatron_stability.megatron.checkpoint import choose, training_args
@@ -62,8 +63,10 @@ class Checkpoints:
             host: the loop around the core; by default Megatron's own.
 
         Attributes:
+            data: the data iterators, once Megatron has built them.
             extra_states: what Transformer Engine's modules had in the checkpoint that was loaded last.
         """
+        self.data = DataIterators()
         self.extra_states: dict[str, extra_state.Kind] = {}
         self._config, self._args, self._host = config, args, host or Host()
         self._model: list[Any] = []
@@ -105,7 +108,8 @@ class Checkpoints:
             for stale in (path for name in of_any_rank for path in folder.glob(name)):
                 stale.unlink()  # of a save that was killed, maybe of more ranks
         if self._args.ckpt_format == "torch_dist":
-            state_dict[manifest.RANK_STATE] = rank_state.sharded({"generators": rank_state.generators()})
+            own = {"generators": rank_state.generators(), "data": self.data.state_dict(self._args)}
+            state_dict[manifest.RANK_STATE] = rank_state.sharded(own)
         self._states = tuple(sorted(set(state_dict) - {"args", "iteration", "checkpoint_version"}))
 
     def saved(self, save_dir: str, iteration: int, request: Any) -> None:
@@ -312,6 +316,7 @@ class Checkpoints:
         Raises:
             UsageError: on every rank alike; names the folder, file or argument and the way out.
         """
+        self._optimizer = optimizer
         if not self._on or load_dir is None:
             return
         self.close()  # a checkpoint that is being completed may be the newest
@@ -341,6 +346,7 @@ class Checkpoints:
         if not self._on:
             return
         self._args.ckpt_step = self._ckpt_step
+        optimizer_state.give_first_step(self._optimizer, state_dict.get("optimizer"))
         self._loaded = True
         self._loaded_rank_state = state_dict.pop(manifest.RANK_STATE, None)
 
@@ -364,6 +370,8 @@ class Checkpoints:
             UsageError: on every rank alike; names the rank and tensor.
         """
         self._model, self._optimizer = model, optimizer
+        positioned = self._config.checkpoint.data_positions_itself
+        self.data.train_begins(self._args, (self._loaded_rank_state or {}).get("data"), positioned)
         if not self._on:
             return
         if self._loaded:

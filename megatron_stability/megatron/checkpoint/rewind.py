@@ -29,7 +29,7 @@ from megatron_stability.checkpoints.run_state import Rewound, RunState
 from megatron_stability.config import StabilityConfig
 from megatron_stability.errors import EXIT_HALTED, EXIT_REWIND, UsageError
 from megatron_stability.megatron.access import collectives, optimizer_state, rank_state
-from megatron_stability.megatron.access.data_iterators import DataIterators, draw
+from megatron_stability.megatron.access.data_iterators import draw
 from megatron_stability.megatron.checkpoint import snapshot
 from megatron_stability.megatron.checkpoint.checkpoints import Checkpoints
 from megatron_stability.megatron.checkpoint.snapshot import Snapshot
@@ -45,7 +45,7 @@ class Rewinds:
     def __init__(self, config: StabilityConfig, args: Namespace, checkpoints: Checkpoints) -> None:
         """Takes the validated tree, Megatron's arguments, and what proves checkpoints."""
         self._config, self._args, self._checkpoints = config, args, checkpoints
-        self.data = DataIterators()
+        self.data = checkpoints.data
         self.pass_over = PassOver(config.decide.skip_samples)
         self._go_on: tuple[int, int] | None = None  # iteration and its floating-point operations, for `train`
         self._snapshot: Snapshot | None = None

@@ -120,6 +120,11 @@ ENDS = {
     "halt": (EXIT_HALTED, Event("", 0, Path()), (*fault(3, 4, 5), "--stability-decide-max-consecutive-skips", "2")),
     "rewind": (0, Event("", 0, Path()), (*rules(1), *fault(5))),
     "exception": (1, Event("exception", 3, Path(), rank=1), ()),
+    "save after its worker has ended": (
+        0,
+        Event("", 0, Path()),
+        ("--train-iters", "3", "--async-save", "--use-persistent-ckpt-worker", "--async-strategy", "mcore"),
+    ),
     "killed": (128 + signal.SIGKILL, Event("killed", 3, Path(), rank=1), ()),
 }
 
@@ -136,7 +141,7 @@ def test_every_end_has_its_code_and_leaves_no_process(
     assert (tmp_path / "workers-1-0").read_text() == str(LOADERS * WORKERS)
     if end == "rewind":  # iterators were built anew, and the workers of the old ones have ended
         assert (tmp_path / "workers-6-0").read_text() == str(LOADERS * WORKERS)
-    if end == "signal":
+    if end in ("signal", "save after its worker has ended"):
         assert generations.read_tracker(tmp_path / "save") == 3
 
 
