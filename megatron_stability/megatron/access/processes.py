@@ -16,12 +16,13 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from multiprocessing import resource_tracker, util
 from pathlib import Path
 
 GRACE_S = 10.0  # how long a process may take to end by itself once it has to
 DAEMON_GRACE_S = 1.0  # the same for a daemon, which has nothing to finish
+ORPHAN_GRACE_S = 2.0  # the same for what an ended rank left behind
 POLL_S = 0.1
 PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 ASK_TO_END = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
@@ -78,21 +79,26 @@ def _end_after(launcher: int) -> None:
 
 
 @contextlib.contextmanager
-def orphans_end_here() -> Iterator[None]:
-    """Adopt what children leave behind within the block, as a killed rank its checkpoint writer, and end it."""
+def orphans_end_here() -> Iterator[Callable[[Collection[int]], None]]:
+    """Adopt what children leave behind within the block, as a killed rank its checkpoint writer, and end it.
+
+    Yields:
+        Ends it before, too: an orphan holds its rank's sockets open, so that no peer sees that the rank is gone. It
+        takes the ids of children that are none.
+    """
     resource_tracker.ensure_running()  # a child of this process that stays
     before = set(children(os.getpid()))
     _adopt(True)
     try:
-        yield
+        yield lambda wanted: _end_orphans(before.union(wanted))
     finally:
         _adopt(False)
         _end_orphans(before)
 
 
-def _end_orphans(before: set[int]) -> None:
-    deadline = time.monotonic() + GRACE_S / 2
-    while left := [pid for pid in children(os.getpid()) if pid not in before and not _reaped(pid)]:
+def _end_orphans(wanted: Collection[int]) -> None:
+    deadline = time.monotonic() + ORPHAN_GRACE_S
+    while left := [pid for pid in children(os.getpid()) if pid not in wanted and not _reaped(pid)]:
         if time.monotonic() > deadline:
             for pid in left:
                 kill_with_descendants(pid)
@@ -112,16 +118,16 @@ def _reaped(pid: int) -> bool:
 
 
 @contextlib.contextmanager
-def passes_signals_on(pids: list[int]) -> Iterator[None]:
+def passes_signals_on(others: Callable[[], Collection[int]]) -> Iterator[None]:
     """Within the block, a signal that asks this process to end goes to others instead, which end it by ending.
 
     Args:
-        pids: children that were not waited for yet.
+        others: process ids of children that have not ended.
     """
 
     def pass_on(number: int, frame: object) -> None:
         print(f"megatron-stability: {signal.Signals(number).name} is passed on to the ranks", file=sys.stderr)
-        for pid in pids:
+        for pid in others():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, number)
 

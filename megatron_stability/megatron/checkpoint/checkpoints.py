@@ -29,7 +29,7 @@ from megatron_stability.megatron.access import collectives, optimizer_state, ran
 from megatron_stability.megatron.access.data_iterators import DataIterators
 from megatron_stability.megatron.access.host import Host
 from megatron_stability.megatron.access.rank_state import Replicated
-from megatron_stability.megatron.checkpoint import choose, training_args
+from megatron_stability.megatron.checkpoint import choose, layouts, training_args
 from megatron_stability.megatron.checkpoint.failed_save import Failure, SaveError, attempt, tell
 from megatron_stability.megatron.fp8.flags import active_transformer_engine
 from megatron_stability.megatron.patching import install_digest
@@ -325,14 +325,16 @@ class Checkpoints:
         self._chosen = None
         if self._resumed is None:
             return
+        folder = generations.folder_of(Path(load_dir), self._resumed.step)
         optimizer_state.give_empty_state(optimizer)
         self._hashes = collectives.from_rank_0(lambda: training_args.hashes(self._args, self._config))
         if not self._args.finetune:
             choose.refuse_changes(self._resumed, self._args, self._hashes, self._config.checkpoint)
+            layouts.refuse_unfit_optimizer_state(folder, self._resumed, self._args)
         self._args.ckpt_step = self._resumed.step
         mine = manifest.fingerprints_name(dist.get_rank())
         if mine in self._resumed.files and self._rank_state_fits():
-            self._saved_prints = (generations.folder_of(Path(load_dir), self._resumed.step) / mine).read_bytes()
+            self._saved_prints = (folder / mine).read_bytes()
 
     def choose_older(self, back: int, sample: int) -> Manifest | None:
         """As `resume.choose_older` in `--save`; the next load takes what was chosen. Collective."""
@@ -370,14 +372,13 @@ class Checkpoints:
             UsageError: on every rank alike; names the rank and tensor.
         """
         self._model, self._optimizer = model, optimizer
-        positioned = self._config.checkpoint.data_positions_itself
-        self.data.train_begins(self._args, (self._loaded_rank_state or {}).get("data"), positioned)
+        state = self._loaded_rank_state or {}
+        self.data.train_begins(self._args, state.get("data"), self._config.checkpoint.data_positions_itself)
         if not self._on:
             return
         if self._loaded:
             optimizer_state.restore_step(optimizer)
-        prints = rank_state.measure(model, optimizer) if self._loaded else rank_state.measure(model, None)
-        state = self._loaded_rank_state or {}
+        prints = rank_state.measure(model, optimizer if self._loaded else None)
         saved = rank_state.unpacked(self._saved_prints, model) if self._saved_prints else None
         here = rank_state.complaint(prints, saved) if self._loaded else None
         replicas = rank_state.check_replicas(model, prints)

@@ -10,8 +10,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
-from multiprocessing.connection import wait
+from collections.abc import Callable, Collection
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -71,11 +70,11 @@ class Ranks:
             0, or the exit code of the first rank that failed.
         """
         os.environ.update(self._environment)
-        with processes.orphans_end_here():
+        with processes.orphans_end_here() as end_orphans:
             ranks = [self._start(rank, target, job) for rank in range(self._world)]
             try:
-                with processes.passes_signals_on([rank.pid for rank in ranks]):
-                    return self._watch(ranks)
+                with processes.passes_signals_on(lambda: _pids(ranks)):
+                    return self._watch(ranks, end_orphans)
             finally:
                 for rank in ranks:
                     if rank.is_alive():
@@ -89,16 +88,18 @@ class Ranks:
         process.start()
         return process
 
-    def _watch(self, ranks: list[Any]) -> int:
+    def _watch(self, ranks: list[Any], end_orphans: Callable[[Collection[int]], None]) -> int:
+        """Not by `Process.sentinel`: that is a pipe which a killed rank's own children hold open."""
         pending = dict(enumerate(ranks))
         while pending:
-            wait([process.sentinel for process in pending.values()])
+            time.sleep(processes.POLL_S)
             for rank, process in list(pending.items()):
                 if process.exitcode is None:
                     continue
                 del pending[rank]
                 if process.exitcode != EXIT_FINE:
-                    _let_end(list(pending.values()))
+                    end_orphans(_pids(ranks))
+                    _let_end(ranks)
                     speaker = 0 if ranks[0].exitcode == process.exitcode else rank  # what all know, rank 0 says
                     self._tell(speaker, process.exitcode)
                     return int(process.exitcode) if process.exitcode > 0 else 128 - int(process.exitcode)
@@ -123,8 +124,13 @@ def without_usage(said: str) -> str:
 
 def _let_end(ranks: list[Any]) -> None:
     deadline = time.monotonic() + processes.GRACE_S
-    for process in ranks:
-        process.join(max(0.0, deadline - time.monotonic()))
+    while _pids(ranks) and time.monotonic() < deadline:
+        time.sleep(processes.POLL_S)
+
+
+def _pids(ranks: list[Any]) -> list[int]:
+    """Of those that have not ended."""
+    return [rank.pid for rank in ranks if rank.exitcode is None]
 
 
 def _rank(rank: int, target: Callable[[Any, bool], None], job: Any, prepared: bool, log: Path, launcher: int) -> None:

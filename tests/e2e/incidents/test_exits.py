@@ -6,9 +6,11 @@ is adopted by it, and counted.
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import signal
+import subprocess
 import sys
 import time
 from dataclasses import dataclass
@@ -45,7 +47,7 @@ def fault(*steps: int) -> tuple[str, ...]:
 
 @dataclass
 class Event:
-    """A sink that does something to this process in a step, and writes down how many children it has in the next."""
+    """A sink that does something to this process in a step, and writes down how many daemons it has."""
 
     what: str
     step: int
@@ -56,7 +58,7 @@ class Event:
         self._here = runtime.rank == self.rank
 
     def write(self, record: StepRecord, decision: Decision) -> None:
-        workers = len(list(processes.children(os.getpid())))
+        workers = sum(child.daemon for child in multiprocessing.active_children())
         (self.folder / f"workers-{record.step}-{os.environ['RANK']}").write_text(str(workers))
         if record.step != self.step or not self._here or decision.action is not Action.APPLY:
             return
@@ -138,7 +140,8 @@ def test_every_end_has_its_code_and_leaves_no_process(
     event = Event(event.what, event.step, tmp_path, event.rank)
     run = Run((*FLAGS, "--save", str(tmp_path / "save"), *flags), event)
     assert pools["0.19.2", "patched"].run(launched, run, world, world=1, timeout=120) == [(code, [])]
-    assert (tmp_path / "workers-1-0").read_text() == str(LOADERS * WORKERS)
+    saver = "--use-persistent-ckpt-worker" in flags
+    assert (tmp_path / "workers-1-0").read_text() == str(LOADERS * WORKERS + saver)
     if end == "rewind":  # iterators were built anew, and the workers of the old ones have ended
         assert (tmp_path / "workers-6-0").read_text() == str(LOADERS * WORKERS)
     if end in ("signal", "save after its worker has ended"):
@@ -190,3 +193,32 @@ def test_a_killed_launcher_takes_a_stuck_rank_and_its_workers_along(
     pool = pools["0.19.2", "patched"]
     killed = [(-signal.SIGKILL, [])]
     assert pool.run(ended_launcher, run, signal.SIGKILL, "stuck", world=1, timeout=120) == killed
+
+
+def test_under_torchrun(tmp_path: Path) -> None:
+    """Loader workers with the signal handler, and a last asynchronous save after its worker has ended."""
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1", "-m", "megatron_stability")
+    flags = (*jobs.MODEL, "--bf16", *FLAGS, *ENDS["save after its worker has ended"][2], "--save", str(tmp_path))
+    mark = f"TEST_MARK={tmp_path}"
+    root = Path(__file__).parents[3]
+    environment = os.environ | {"PYTHONPATH": f"{root}:{os.environ.get('PYTHONPATH', '')}", "TEST_MARK": str(tmp_path)}
+    with (tmp_path / "log").open("wb") as log:
+        command = (sys.executable, *launcher, "pretrain", "--cpu", *flags)
+        run = subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=log, stderr=log)
+        try:
+            assert run.wait(timeout=240) == 0, (tmp_path / "log").read_text()[-2000:]
+            assert generations.read_tracker(tmp_path) == 3
+            assert _marked(mark) == []
+        finally:
+            for pid in _marked(mark):
+                processes.kill_with_descendants(pid)
+
+
+def _marked(mark: str) -> list[int]:
+    """Processes with a variable in their environment."""
+    found = []
+    for environ in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):  # another user's, or gone
+            if mark.encode() in environ.read_bytes().split(b"\0"):
+                found.append(int(environ.parent.name))
+    return found

@@ -89,7 +89,14 @@ def run(pool: Pool, kind: type[Plain], folder: Path, steps: int, *flags: str) ->
     log = folder / "read"
     log.write_text("")
     flags = ("--dataloader-type", "external", "--save", str(folder), "--train-iters", str(steps), *flags)
-    flags = ("--lr-decay-iters", "10", "--stability-mode", "observe", *flags)
+    flags = (
+        "--lr-decay-iters",
+        "10",
+        "--no-create-attention-mask-in-dataloader",
+        "--stability-mode",
+        "observe",
+        *flags,
+    )
     (code,) = pool.run(train, flags, kind, log, world=1, timeout=120)
     return code, [int(word) for word in log.read_text().split()]
 
