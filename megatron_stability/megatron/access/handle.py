@@ -42,6 +42,7 @@ def install(runtime: Installed) -> None:
     SLOT.runtime = runtime
     atexit.register(uninstall)  # a script of one's own, in a patched clone, knows nothing of it
     processes.end_daemons_at_exit()
+    processes.follow_torchrun()
 
 
 def uninstall() -> None:

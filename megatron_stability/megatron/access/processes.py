@@ -24,6 +24,7 @@ GRACE_S = 10.0  # how long a process may take to end by itself once it has to
 DAEMON_GRACE_S = 1.0  # the same for a daemon, which has nothing to finish
 ORPHAN_GRACE_S = 2.0  # the same for what an ended rank left behind
 POLL_S = 0.1
+WATCH = "launcher watch"
 PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 ASK_TO_END = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
@@ -66,7 +67,14 @@ def follow(launcher: int) -> None:
     Args:
         launcher: the parent's process id.
     """
-    threading.Thread(target=_end_after, args=(launcher,), name="launcher watch", daemon=True).start()
+    if all(thread.name != WATCH for thread in threading.enumerate()):
+        threading.Thread(target=_end_after, args=(launcher,), name=WATCH, daemon=True).start()
+
+
+def follow_torchrun() -> None:
+    """`follow` the parent where that is torchrun's agent; any other may be a shell that has done its work."""
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        follow(os.getppid())
 
 
 def _end_after(launcher: int) -> None:

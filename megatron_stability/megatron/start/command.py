@@ -117,8 +117,7 @@ def _start_ranks(options: argparse.Namespace, argv: list[str], script: Path | No
 
 def _be_rank(options: argparse.Namespace, argv: list[str], script: Path | None) -> int:
     """This process was started by torchrun: every rank judges the same, rank 0 says it, all exit 2."""
-    if "TORCHELASTIC_RUN_ID" in os.environ:  # else the parent may be a shell that has done its work
-        processes.follow(os.getppid())
+    processes.follow_torchrun()
     processes.end_daemons_at_exit()
     if options.nproc is not None:
         raise UsageError("--nproc was given under torchrun, which started the ranks already; drop one of the two")
