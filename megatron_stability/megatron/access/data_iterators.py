@@ -25,6 +25,7 @@ class _Chunk:
     datasets: tuple[Any, Any, Any]
     train: Any
     valid: Any
+    brought: bool = False  # a script's own training iterator: `--dataloader-type external`
 
 
 class DataIterators:
@@ -50,7 +51,9 @@ class DataIterators:
         sets = [getattr(loader, "dataset", None) for loader in many or ()]
         datasets = (getattr(first, "dataset", None), sets if len(sets) > 1 else next(iter(sets), None))
         distributed = bool(getattr(provider, "is_distributed", False))
-        self._chunks.append(_Chunk(distributed, (*datasets, getattr(last, "dataset", None)), train, valid))
+        datasets = (*datasets, getattr(last, "dataset", None))
+        brought = isinstance(train, list) or (train is not None and getattr(train, "iterable", None) is first)
+        self._chunks.append(_Chunk(distributed, datasets, train, valid, brought))
 
     def given(self, train: Any) -> None:
         """The training iterator of a loop that does not say when it builds it; it can be drawn from, not rebuilt."""
@@ -91,7 +94,7 @@ class DataIterators:
         if not args.iteration:
             print_rank_0(
                 "> megatron-stability: --dataloader-type external: a resume needs the iterator's own state (state_dict "
-                "and load_state_dict, or save_state with --dataloader-save)"
+                "and load_state_dict, or save_state with --dataloader-save); no batch is scored ahead of its step"
             )
 
     def _resume(self, args: Namespace, saved: Sequence[Any] | None) -> str | None:
@@ -112,12 +115,18 @@ class DataIterators:
         return None
 
     def _brought(self) -> list[Any]:
-        return [getattr(chunk.train, "iterable", None) for chunk in self._chunks]
+        held = [each for chunk in self._chunks for each in _as_list(chunk.train)]
+        return [getattr(each, "iterable", None) for each in held]
 
     @property
     def first(self) -> Any:
         """The training iterator of this rank's first model chunk; None where it reads nothing."""
         return self._chunks[0].train if self._chunks else None
+
+    @property
+    def ahead(self) -> Any:
+        """`first`, where its items may be drawn before their step: a script's own would be saved at a later place."""
+        return None if self._chunks and self._chunks[0].brought else self.first
 
     def rebuild(self) -> None:
         """Collective: fresh iterators at `consumed_train_samples`, inside the objects that Megatron holds already."""
@@ -151,6 +160,10 @@ def _take_over(old: Any, new: Any) -> None:
         vars(old).update(vars(new))
 
 
+def _as_list(iterators: Any) -> list[Any]:
+    return iterators if isinstance(iterators, list) else [iterators]
+
+
 def _external(args: Namespace) -> bool:
     return getattr(args, "dataloader_type", None) == "external"
 
@@ -181,7 +194,7 @@ def draw(data_iterator: Any) -> None:
     An iterator is there where the data set is, which is where a forward would draw: not on tensor ranks other than 0,
     not on middle pipeline stages, one for each virtual chunk.
     """
-    iterators = data_iterator if isinstance(data_iterator, list) else [data_iterator]
+    iterators = _as_list(data_iterator)
     machine = get_rerun_state_machine()
     while machine.should_run_forward_backward(data_iterator):
         for iterator in iterators:
