@@ -84,37 +84,33 @@ def train(context: Context, flags: Sequence[str], kind: type[Plain], log: Path) 
         handle.uninstall()
 
 
-def run(pool: Pool, kind: type[Plain], folder: Path, steps: int, *flags: str) -> tuple[int, list[int]]:
-    """The exit code, and the micro-batches that were read."""
+def run(pool: Pool, kind: type[Plain], folder: Path, *flags: str) -> tuple[int, list[int]]:
+    """The exit code, and the micro-batches that were read; four steps, or from the checkpoint of the second on."""
     log = folder / "read"
     log.write_text("")
-    flags = ("--dataloader-type", "external", "--save", str(folder), "--train-iters", str(steps), *flags)
-    flags = (
-        "--lr-decay-iters",
-        "10",
-        "--no-create-attention-mask-in-dataloader",
-        "--stability-mode",
-        "observe",
-        *flags,
-    )
+    mode = ("--stability-mode", "observe", "--no-create-attention-mask-in-dataloader")
+    flags = ("--dataloader-type", "external", "--save", str(folder), "--train-iters", "4", *mode, *flags)
     (code,) = pool.run(train, flags, kind, log, world=1, timeout=120)
     return code, [int(word) for word in log.read_text().split()]
 
 
 def test_a_resume_needs_the_iterator_s_state(pools: dict[tuple[str, str], Pool], tmp_path: Path) -> None:
     pool = pools["0.19.2", "patched"]
+    plain, stateful = tmp_path / "plain", tmp_path / "stateful"
+    plain.mkdir()
+    stateful.mkdir()
     first, rest = list(range(2 * PER_STEP)), list(range(2 * PER_STEP, 4 * PER_STEP))
-    load = ("--load", str(tmp_path / "plain"))
-    for name in ("plain", "stateful"):
-        (tmp_path / name).mkdir()
-    assert run(pool, Plain, tmp_path / "plain", 2) == (0, first)
-    assert run(pool, Plain, tmp_path / "plain", 4, *load) == (EXIT_UNUSABLE, [])
-    assert run(pool, Stateful, tmp_path / "plain", 4, *load) == (EXIT_UNUSABLE, []), "none was saved"
-    assert run(pool, SavesItself, tmp_path / "plain", 4, *load) == (EXIT_UNUSABLE, []), "not asked to"
+    start, refused = ("--exit-interval", "2"), (EXIT_UNUSABLE, [])
+    again = ("--load", str(plain), "--ckpt-step", "2")
+    assert run(pool, Plain, plain, *start) == (0, first)
+    assert run(pool, Plain, plain, *again) == refused
+    assert run(pool, Stateful, plain, *again) == refused, "none was saved"
+    assert run(pool, SavesItself, plain, *again) == refused, "Megatron was not asked to save it"
     positioned = ("--stability-checkpoint-data-positions-itself", "true")
-    assert run(pool, Plain, tmp_path / "plain", 3, *load, *positioned) == (0, first[:PER_STEP])
-    saves = ("--dataloader-save", str(tmp_path / "loader"))
-    assert run(pool, SavesItself, tmp_path / "plain", 4, *load, *saves)[0] == 0
-    assert run(pool, Unloadable, tmp_path / "stateful", 2) == (EXIT_UNUSABLE, [])
-    assert run(pool, Stateful, tmp_path / "stateful", 2) == (0, first)
-    assert run(pool, Stateful, tmp_path / "stateful", 4, "--load", str(tmp_path / "stateful")) == (0, rest)
+    assert run(pool, Plain, plain, *again, *positioned) == (0, first)
+    loader = tmp_path / "loader"
+    assert run(pool, SavesItself, plain, *again, "--dataloader-save", str(loader)) == (0, first)
+    assert list(loader.rglob("*.pt")), "Megatron found its save_state"
+    assert run(pool, Unloadable, stateful, *start) == refused
+    assert run(pool, Stateful, stateful, *start) == (0, first)
+    assert run(pool, Stateful, stateful, "--load", str(stateful)) == (0, rest)
