@@ -1,7 +1,7 @@
 """Every way a run ends, with loader workers that do not heed SIGTERM: an exit code, and no process is left.
 
-A rank of the pool, which has imported Megatron, plays the launcher; its ranks are forks of it. What they leave behind
-is adopted by it, and counted.
+A rank of the pool, which has imported Megatron, plays the launcher; its ranks are forks of it. What is left is counted by
+the process group that all of them share.
 """
 
 from __future__ import annotations
@@ -107,7 +107,17 @@ def launched(context: Context, run: Run, world: int) -> tuple[int, list[int]]:
     """The exit code, and what the run left behind."""
     _no_longer_a_rank()
     code = launch(run, world)
-    return code, list(processes.descendants(os.getpid()))
+    return code, _others_of_this_group()
+
+
+def _others_of_this_group() -> list[int]:
+    """What this process and its descendants have forked, whoever is its parent by now."""
+    found = []
+    for pid in (int(path.name) for path in Path("/proc").glob("[0-9]*")):
+        with contextlib.suppress(ProcessLookupError):
+            if os.getpgid(pid) == os.getpgid(0) and pid != os.getpid():
+                found.append(pid)
+    return found
 
 
 def _no_longer_a_rank() -> None:
@@ -157,14 +167,13 @@ def ended_launcher(context: Context, run: Run, number: int, until: str) -> tuple
     launcher.start()
     assert launcher.pid is not None
     _wait_for(lambda: (run.event.folder / until).exists())
-    ranks = processes.children(launcher.pid)
     os.kill(launcher.pid, number)
     if number == signal.SIGTERM:
         time.sleep(0.2)  # the signal is on its way to the rank, which may see it in any later step
         (run.event.folder / "go on").touch()
     launcher.join()
     _wait_for(lambda: all(processes._reaped(pid) for pid in processes.children(os.getpid())))
-    return launcher.exitcode, [pid for pid in ranks if Path(f"/proc/{pid}").exists()]
+    return launcher.exitcode, _others_of_this_group()
 
 
 def _be_launcher(run: Run) -> None:
