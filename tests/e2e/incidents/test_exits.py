@@ -1,7 +1,7 @@
 """Every way a run ends, with loader workers that do not heed SIGTERM: an exit code, and no process is left.
 
-A rank of the pool, which has imported Megatron, plays the launcher; its ranks are forks of it. What is left is counted by
-the process group that all of them share.
+A rank of the pool, which has imported Megatron, plays the launcher; its ranks are forks of it. What is left is counted
+by the process group that all of them share.
 """
 
 from __future__ import annotations
