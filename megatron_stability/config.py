@@ -61,6 +61,9 @@ class Checkpoint(Section):
     allow_changes: tuple[str, ...] = Field(
         (), description="arguments that may differ from the checkpoint's, e.g. lr,train_iters"
     )
+    data_positions_itself: bool = Field(
+        False, description="with --dataloader-type external: the script puts its iterator where a resume goes on"
+    )
     keep: int = Field(0, ge=0, description="complete checkpoints kept, suspect ones aside; 0: all")
     suspect_steps: int = Field(0, ge=0, description="a halt marks checkpoints of so many steps before it as suspect")
 

@@ -46,6 +46,9 @@ def install_runtime(args: Namespace) -> None:
                 "run before a non-finite step can be skipped; the same values are judged at the gate",
                 flush=True,
             )
+    lost = lost_by_a_signal(args)
+    if lost and args.rank == 0:
+        print(f"> megatron-stability: {lost}", flush=True)
     from megatron_stability.megatron.observers import hooks
     from megatron_stability.megatron.runtime import Runtime
 
@@ -56,6 +59,16 @@ def install_runtime(args: Namespace) -> None:
 
         sampled.begin(config.fp8.sample_every, runtime.ledger_folder() / "nvdlfw_inspect")
     handle.install(runtime)
+
+
+def lost_by_a_signal(args: Namespace) -> str | None:
+    """What a SIGTERM costs, where Megatron does not handle it; None where it does, or where nothing is saved anyway."""
+    if args.exit_signal_handler or not args.save:
+        return None
+    return (
+        "a SIGTERM (time limit, preemption) ends the run without a checkpoint: what was trained since the last save is "
+        "lost; --exit-signal-handler saves first"
+    )
 
 
 def refuse_what_cannot_work(config: tree.StabilityConfig, args: Namespace) -> None:

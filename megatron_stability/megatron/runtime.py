@@ -31,7 +31,7 @@ from megatron_stability.errors import EXIT_HALTED, EXIT_REWIND, UsageError
 from megatron_stability.ledger.bundle import Bundles
 from megatron_stability.ledger.ledger import Ledger
 from megatron_stability.megatron import evidence
-from megatron_stability.megatron.access import optimizer_state
+from megatron_stability.megatron.access import losses, optimizer_state
 from megatron_stability.megatron.access.host import Host
 from megatron_stability.megatron.checkpoint.checkpoints import Checkpoints
 from megatron_stability.megatron.checkpoint.rewind import Rewinds
@@ -50,7 +50,6 @@ from megatron_stability.records import Action, Decision, StepRecord
 
 STATE_KEY = "megatron_stability"
 SCALED = {Action.SCALE_LR: "lr", Action.SCALE_WEIGHT_DECAY: "weight_decay"}
-_NO_LOSSES = torch.zeros(0, 2)
 
 
 class Runtime:
@@ -85,12 +84,13 @@ class Runtime:
         self._scales = {action: Scale() for action in SCALED}
         self._scaled_groups = optimizer_state.ScaledGroups()
         self._log_z: LogZHook | None = None
-        self._losses_n2 = _NO_LOSSES
+        self._losses_n2 = losses.NONE
         self._grad_amax: torch.Tensor | None = None
         self.model: list[Any] = []
         self.optimizer: Any = None
         self._step: tuple[StepRecord, Decision] | None = None
         self._incidents = 0
+        self._applied = False  # whether this process has applied an update
         self._history = 0  # of this process: ranks begin alike
         self._ahead: StepRecord | None = None  # with the score of the batch after it
         self._evidence: dict[str, torch.Tensor] = {}  # of the step that is not applied, for its bundle
@@ -207,8 +207,9 @@ class Runtime:
         return Path(self._args.save or ".") / "stability"
 
     def close(self) -> None:
-        """Wait for a checkpoint that is being completed, and close the ledger."""
+        """Wait for a checkpoint that is being completed, let go of the data, and close the ledger."""
         self.checkpoints.close()
+        self.rewinds.data.close()
         if self._writers is not None:
             self._writers.close()
             self._writers = None
@@ -239,7 +240,7 @@ class Runtime:
         """Keep what a forward and backward will change and a skip must put back."""
         assert self._forward_state is not None, "train_begins was not called: is patch 006-train-loop applied?"
         self._forward_state.keep()
-        self._losses_n2 = _NO_LOSSES
+        self._losses_n2 = losses.NONE
         self._step = None
         for hook in self._weight_hooks:
             hook.step_begins(self._args.curr_iteration + 1)
@@ -247,9 +248,7 @@ class Runtime:
     def losses_ready(self, losses_reduced: Sequence[dict[str, Any]]) -> None:
         """Keep this rank's micro-batch losses if it is the one that speaks for them, and look at its gradients."""
         self._grad_amax = optimizer_state.grad_amax(self.model)
-        if losses_reduced and parallel_state.get_tensor_model_parallel_rank() == 0:
-            key = "lm loss" if "lm loss" in losses_reduced[0] else next(iter(losses_reduced[0]))
-            self._losses_n2 = torch.stack([_sum_and_tokens(losses[key]) for losses in losses_reduced])
+        self._losses_n2 = losses.of_micro_batches(losses_reduced)
 
     def update_allowed(self, optimizer: Any, grad_norm: Any) -> bool:
         """The gate. Collective: what the weight hooks reduce, then one all-gather."""
@@ -271,6 +270,7 @@ class Runtime:
         if self._step is None:  # fp16: the loss scaler rejected the gradient before the gate, on every rank alike
             self._step = self._pipeline.decide(self._local(grad_norm=None, overflow=True))
         record, decision = self._step
+        self._applied = self._applied or bool(update_successful)
         if not decision.updates_weights:
             assert self._forward_state is not None
             self._forward_state.restore()
@@ -294,6 +294,8 @@ class Runtime:
 
     def exit_after_step(self, should_checkpoint: bool, should_exit: bool, exit_code: int) -> tuple[bool, bool, int]:
         """A halt leaves the loop before the step is counted; the last good checkpoint stays the newest. Collective."""
+        if not self._applied:  # and the next save may come first
+            optimizer_state.begin_state(self.optimizer)
         if self._step is None or self._step[1].action not in (Action.REWIND, Action.HALT):
             if should_exit:
                 self._ending(exit_code, evidence.RERUN_VERDICTS.get(exit_code, "Megatron's train_step asked for it"))
@@ -304,6 +306,8 @@ class Runtime:
             outcome = self.rewinds.carry_out(record, decision, self._load_own_state)
             if outcome == "rewound":
                 self._load_hook_states()
+                if self._writers is not None:
+                    self._writers.rewound(self._args.iteration)
                 if self._ledger is not None:
                     self._ledger.rewind(self._args.iteration, self._args.consumed_train_samples, reason)
                 return False, False, 0
@@ -320,8 +324,13 @@ class Runtime:
         if self._ledger is not None:
             self._ledger.ending(self._args.curr_iteration, code, reason)
 
-    def log_string(self) -> str:
-        """Fields for Megatron's log line."""
+    def log_string(self, sums: dict[str, Any]) -> str:
+        """Fields for Megatron's log line.
+
+        Args:
+            sums: of the losses since the last line, beside Megatron's counts of steps.
+        """
+        losses.leave_out_those_of_no_step(sums)
         episodes = len(self._pipeline.episodes.open)
         incidents = f" stability incidents: {self._incidents:3d} | open episodes: {episodes:2d} |"
         if self._log_z is None or self._step is None:
@@ -390,9 +399,3 @@ class Runtime:
 
 def _on_gpu() -> bool:
     return dist.get_backend() == "nccl"
-
-
-def _sum_and_tokens(value: torch.Tensor) -> torch.Tensor:
-    """[2] (summed loss in nats, valid tokens) of one micro-batch; a plain mean counts as one token."""
-    value = value.detach().reshape(-1)
-    return value if value.numel() == 2 else torch.stack([value[0], torch.ones_like(value[0])])

@@ -136,9 +136,9 @@ def evaluated(suffix: str, total_loss_dict: dict[str, Any]) -> None:
         _slot.runtime.evaluated(suffix, total_loss_dict)
 
 
-def log_string() -> str:
-    """`training_log`: what is appended to Megatron's log line."""
-    return "" if _slot.runtime is None else _slot.runtime.log_string()
+def log_string(total_loss_dict: dict[str, Any]) -> str:
+    """`training_log`, before the losses: what is added to Megatron's log line; losses of no step are taken out."""
+    return "" if _slot.runtime is None else _slot.runtime.log_string(total_loss_dict)
 
 
 def add_checkpoint_state(state_dict: dict[str, Any]) -> None:

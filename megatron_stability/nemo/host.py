@@ -206,6 +206,9 @@ def _set(stability: StabilityConfig, args: BridgeArgs) -> list[str]:
         )
     if container.rerun_state_machine.rerun_mode == "disabled" and stability.record.batch:
         lines.append("rerun_state_machine.rerun_mode is disabled: incident bundles hold neither tokens nor generators")
+    lost = arguments.lost_by_a_signal(args)
+    if lost:
+        lines.append(BridgeHost(args).in_its_words(lost))
     return lines + _inspect_tensors(stability, args)
 
 

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import io
+import pickle
+from argparse import Namespace
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.core.rerun_state_machine import RerunDataIterator, get_rerun_state_machine
-from megatron.training import training
+from megatron.training import print_rank_0, training
+
+from megatron_stability.megatron.access.collectives import agree
 
 
 @dataclass(frozen=True)
@@ -18,6 +25,7 @@ class _Chunk:
     datasets: tuple[Any, Any, Any]
     train: Any
     valid: Any
+    brought: bool = False  # a script's own training iterator: `--dataloader-type external`
 
 
 class DataIterators:
@@ -43,17 +51,82 @@ class DataIterators:
         sets = [getattr(loader, "dataset", None) for loader in many or ()]
         datasets = (getattr(first, "dataset", None), sets if len(sets) > 1 else next(iter(sets), None))
         distributed = bool(getattr(provider, "is_distributed", False))
-        self._chunks.append(_Chunk(distributed, (*datasets, getattr(last, "dataset", None)), train, valid))
+        datasets = (*datasets, getattr(last, "dataset", None))
+        brought = isinstance(train, list) or (train is not None and getattr(train, "iterable", None) is first)
+        self._chunks.append(_Chunk(distributed, datasets, train, valid, brought))
 
     def given(self, train: Any) -> None:
         """The training iterator of a loop that does not say when it builds it; it can be drawn from, not rebuilt."""
         if not self._chunks:
             self._chunks.append(_Chunk(True, (None, None, None), train, None))
 
+    def close(self) -> None:
+        """Let go of them: loaders whose last user is gone end their workers."""
+        self._chunks.clear()
+
+    def state_dict(self, args: Namespace) -> list[Any] | None:
+        """Of each chunk's training iterator, if a script brought it with a state of its own; `args` are Megatron's."""
+        if not _external(args):
+            return None
+        return [each.state_dict() if _has_state(each) else None for each in self._brought()]
+
+    def train_begins(self, args: Namespace, saved: Sequence[Any] | None, positioned: bool) -> None:
+        """Put a script's own iterators (`--dataloader-type external`) where the checkpoint has them. Collective.
+
+        Args:
+            args: Megatron's; `iteration` is where the run goes on.
+            saved: `state_dict` of the same rank of the same layout; None where the checkpoint has none.
+            positioned: the script does that itself.
+
+        Raises:
+            UsageError: on every rank alike: an iterator would be read from its start, or has a state that a later
+                start could not load.
+        """
+        if positioned or not _external(args):
+            return
+        complaint = self._resume(args, saved)
+        agree(
+            complaint
+            and f"--dataloader-type external: {complaint}; give it state_dict and load_state_dict (as torchdata's "
+            "StatefulDataLoader has), or save_state with --dataloader-save, or, if the script positions it by itself, "
+            "give --stability-checkpoint-data-positions-itself true"
+        )
+        if not args.iteration:
+            print_rank_0(
+                "> megatron-stability: --dataloader-type external: a resume needs the iterator's own state (state_dict "
+                "and load_state_dict, or save_state with --dataloader-save); no batch is scored ahead of its step"
+            )
+
+    def _resume(self, args: Namespace, saved: Sequence[Any] | None) -> str | None:
+        """What speaks against it on this rank."""
+        if not self._chunks and args.iteration:
+            return "its iterator is not known before the first step"
+        for number, iterator in enumerate(self._brought()):
+            kind = type(iterator).__name__
+            if iterator is not None and _has_state(iterator):
+                if args.iteration and saved is None:
+                    return f"the checkpoint has no state of {kind} for this layout and these flags"
+                if args.iteration and saved is not None:
+                    iterator.load_state_dict(saved[number])
+                elif not _loads_safely(iterator.state_dict()):
+                    return f"the state_dict of {kind} holds more than tensors and primitives"
+            elif iterator is not None and args.iteration and not _saves_by_itself(iterator, args):
+                return f"{kind} has no state_dict and load_state_dict, and would be read from its start again"
+        return None
+
+    def _brought(self) -> list[Any]:
+        held = [each for chunk in self._chunks for each in _as_list(chunk.train)]
+        return [getattr(each, "iterable", None) for each in held]
+
     @property
     def first(self) -> Any:
         """The training iterator of this rank's first model chunk; None where it reads nothing."""
         return self._chunks[0].train if self._chunks else None
+
+    @property
+    def ahead(self) -> Any:
+        """`first`, where its items may be drawn before their step: a script's own would be saved at a later place."""
+        return None if self._chunks and self._chunks[0].brought else self.first
 
     def rebuild(self) -> None:
         """Collective: fresh iterators at `consumed_train_samples`, inside the objects that Megatron holds already."""
@@ -87,13 +160,41 @@ def _take_over(old: Any, new: Any) -> None:
         vars(old).update(vars(new))
 
 
+def _as_list(iterators: Any) -> list[Any]:
+    return iterators if isinstance(iterators, list) else [iterators]
+
+
+def _external(args: Namespace) -> bool:
+    return getattr(args, "dataloader_type", None) == "external"
+
+
+def _saves_by_itself(iterator: Any, args: Namespace) -> bool:
+    return bool(getattr(args, "dataloader_save", None)) and hasattr(iterator, "save_state")
+
+
+def _has_state(iterator: Any) -> bool:
+    return hasattr(iterator, "state_dict") and hasattr(iterator, "load_state_dict")
+
+
+def _loads_safely(state: Any) -> bool:
+    """Whether a checkpoint with it can be loaded by a loader that runs no code."""
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    try:
+        torch.load(file, weights_only=True)
+    except pickle.UnpicklingError:
+        return False
+    return True
+
+
 def draw(data_iterator: Any) -> None:
     """Take one step's micro-batches and drop them, with the rerun machine counting the iteration.
 
     An iterator is there where the data set is, which is where a forward would draw: not on tensor ranks other than 0,
     not on middle pipeline stages, one for each virtual chunk.
     """
-    iterators = data_iterator if isinstance(data_iterator, list) else [data_iterator]
+    iterators = _as_list(data_iterator)
     machine = get_rerun_state_machine()
     while machine.should_run_forward_backward(data_iterator):
         for iterator in iterators:

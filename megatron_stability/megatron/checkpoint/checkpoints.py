@@ -27,9 +27,10 @@ from megatron_stability.config import StabilityConfig
 from megatron_stability.echo import said
 from megatron_stability.errors import UsageError
 from megatron_stability.megatron.access import collectives, optimizer_state, rank_state
+from megatron_stability.megatron.access.data_iterators import DataIterators
 from megatron_stability.megatron.access.host import Host
 from megatron_stability.megatron.access.rank_state import Replicated
-from megatron_stability.megatron.checkpoint import choose, training_args
+from megatron_stability.megatron.checkpoint import choose, layouts, training_args
 from megatron_stability.megatron.checkpoint.failed_save import Failure, SaveError, attempt, tell
 from megatron_stability.megatron.fp8.flags import active_transformer_engine
 from megatron_stability.megatron.patching import install_digest
@@ -63,8 +64,10 @@ class Checkpoints:
             host: the loop around the core; by default Megatron's own.
 
         Attributes:
+            data: the data iterators, once Megatron has built them.
             extra_states: what Transformer Engine's modules had in the checkpoint that was loaded last.
         """
+        self.data = DataIterators()
         self.extra_states: dict[str, extra_state.Kind] = {}
         self._config, self._args, self._host = config, args, host or Host()
         self._model: list[Any] = []
@@ -106,7 +109,8 @@ class Checkpoints:
             for stale in (path for name in of_any_rank for path in folder.glob(name)):
                 stale.unlink()  # of a save that was killed, maybe of more ranks
         if self._args.ckpt_format == "torch_dist":
-            state_dict[manifest.RANK_STATE] = rank_state.sharded({"generators": rank_state.generators()})
+            own = {"generators": rank_state.generators(), "data": self.data.state_dict(self._args)}
+            state_dict[manifest.RANK_STATE] = rank_state.sharded(own)
         self._states = tuple(sorted(set(state_dict) - {"args", "iteration", "checkpoint_version"}))
 
     def saved(self, save_dir: str, iteration: int, request: Any) -> None:
@@ -314,6 +318,7 @@ class Checkpoints:
         Raises:
             UsageError: on every rank alike; names the folder, file or argument and the way out.
         """
+        self._optimizer = optimizer
         if not self._on or load_dir is None:
             return
         self.close()  # a checkpoint that is being completed may be the newest
@@ -322,14 +327,15 @@ class Checkpoints:
         self._chosen = None
         if self._resumed is None:
             return
+        folder = generations.folder_of(Path(load_dir), self._resumed.step)
         optimizer_state.give_empty_state(optimizer)
         self._hashes = collectives.from_rank_0(lambda: training_args.hashes(self._args, self._config))
         if not self._args.finetune:
             choose.refuse_changes(self._resumed, self._args, self._hashes, self._config.checkpoint)
+            layouts.refuse_unfit_optimizer_state(folder, self._resumed, self._args)
         self._args.ckpt_step = self._resumed.step
         mine = manifest.fingerprints_name(dist.get_rank())
         if mine in self._resumed.files and self._rank_state_fits():
-            folder = generations.folder_of(Path(load_dir), self._resumed.step)
             self._saved_prints = files.read_bytes(folder / mine)
 
     def choose_older(self, back: int, sample: int) -> Manifest | None:
@@ -344,6 +350,7 @@ class Checkpoints:
         if not self._on:
             return
         self._args.ckpt_step = self._ckpt_step
+        optimizer_state.give_first_step(self._optimizer, state_dict.get("optimizer"))
         self._loaded = True
         self._loaded_rank_state = state_dict.pop(manifest.RANK_STATE, None)
 
@@ -367,12 +374,13 @@ class Checkpoints:
             UsageError: on every rank alike; names the rank and tensor.
         """
         self._model, self._optimizer = model, optimizer
+        state = self._loaded_rank_state or {}
+        self.data.train_begins(self._args, state.get("data"), self._config.checkpoint.data_positions_itself)
         if not self._on:
             return
         if self._loaded:
             optimizer_state.restore_step(optimizer)
-        prints = rank_state.measure(model, optimizer) if self._loaded else rank_state.measure(model, None)
-        state = self._loaded_rank_state or {}
+        prints = rank_state.measure(model, optimizer if self._loaded else None)
         here = rank_state.complaint_of(prints, self._saved_prints, model) if self._loaded else None
         replicas = rank_state.check_replicas(model, prints)
         collectives.agree(here or replicas)

@@ -93,7 +93,7 @@ class BatchHook:
 
     def _next(self) -> list[torch.Tensor]:
         """Scores of the micro-batches that come next, if the next step has as many as this one."""
-        iterator = self._data.first if self._here else None
+        iterator = self._data.ahead if self._here else None
         if iterator is None:
             return []
         if not isinstance(iterator.iterable, LookAhead):

@@ -218,7 +218,7 @@ def complaint_about_arguments(job: Job, world: int, prepared: bool = True) -> st
         _refuse_unknown(unknown, parser)
         with contextlib.redirect_stdout(io.StringIO()), _argv(job.argv):
             args = parse_args(gpt.add_arguments)
-            validate_args(args, {"tokenizer_type": "NullTokenizer"})
+            validate_args(args, dict(gpt.DEFAULTS))
             core_transformer_config_from_args(args)  # refuses more, such as heads that the tensor ranks can't share
         gpt.refuse_what_is_not_carried(args)
         _refuse_missing(args)
