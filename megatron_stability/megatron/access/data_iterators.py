@@ -49,9 +49,9 @@ class DataIterators:
             return
         first, many, last = loaders
         sets = [getattr(loader, "dataset", None) for loader in many or ()]
-        datasets = (getattr(first, "dataset", None), sets if len(sets) > 1 else next(iter(sets), None))
+        valids = sets if len(sets) > 1 else next(iter(sets), None)
+        datasets = getattr(first, "dataset", None), valids, getattr(last, "dataset", None)
         distributed = bool(getattr(provider, "is_distributed", False))
-        datasets = (*datasets, getattr(last, "dataset", None))
         brought = isinstance(train, list) or (train is not None and getattr(train, "iterable", None) is first)
         self._chunks.append(_Chunk(distributed, datasets, train, valid, brought))
 
