@@ -54,12 +54,7 @@ class ReplicaHook:
         """
         self._settings, self._model, self._args = settings, list(model), args
         self._step = 0
-        experts = rank_state.expert_names(self._model)
-        named = list(rank_state.weights(self._model))
-        self._weights = {
-            "weights": [tensor for name, tensor in named if name not in experts],
-            "expert_weights": [tensor for name, tensor in named if name in experts],
-        }
+        self._experts = rank_state.expert_names(self._model)
         self._check = FixedBatch(self._model, device, args, vocab_size) if settings.compute_every else None
         self._signals: dict[str, How] = {}
         self._found: dict[str, torch.Tensor] = {}
@@ -88,9 +83,12 @@ class ReplicaHook:
     def observe(self) -> Mapping[str, torch.Tensor]:
         """The digests that are due."""
         if self._settings.weights_due(self._step, saves=saves_after(self._args, self._step)):
-            for name, tensors in self._weights.items():
-                if name in self._signals and tensors:
-                    self._found[name] = fold(digest(tensors))
+            weights: dict[str, list[torch.Tensor]] = {"weights": [], "expert_weights": []}
+            for name, tensor in rank_state.weights(self._model):  # anew: a quantized weight may get new codes
+                weights["expert_weights" if name in self._experts else "weights"].append(tensor)
+            for kind, tensors in weights.items():
+                if kind in self._signals and tensors:
+                    self._found[kind] = fold(digest(tensors))
         return self._found
 
     def update_done(self, record: StepRecord, updated: bool) -> None:

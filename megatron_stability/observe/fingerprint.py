@@ -142,9 +142,10 @@ def begin(named: Iterable[tuple[str, torch.Tensor]]) -> Callable[[], dict[str, F
         Waits for the fingerprints; with two copies to the host in all.
     """
     found = dict(named)
-    # fp32 weights are their own masters, and need be looked at once only
-    places = {name: (t.device, t.data_ptr(), t.dtype, t.shape, t.stride()) for name, t in found.items()}
-    tensors = {places[name]: tensor for name, tensor in found.items()}
+    # fp32 weights are their own masters, and need be looked at once only; the same by identity, for an address of 0
+    # is that of every wrapper subclass and of every empty tensor
+    places = {name: id(tensor) for name, tensor in found.items()}
+    tensors = {id(tensor): tensor for tensor in found.values()}
     on_the_host = all(tensor.device.type == "cpu" for tensor in tensors.values())
     wait = _on_the_host(tensors.values()) if on_the_host else _on_devices(tensors.values())
 
