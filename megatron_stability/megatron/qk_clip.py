@@ -30,7 +30,7 @@ from megatron.core import parallel_state
 
 from megatron_stability.config import StabilityConfig
 from megatron_stability.errors import UsageError
-from megatron_stability.megatron import attention_layers, master_weights
+from megatron_stability.megatron import attention_layers, cuda_graphs, master_weights
 from megatron_stability.megatron.attention_layers import AttentionLayer
 from megatron_stability.megatron.attention_monitor import AttentionMonitor, Maxima
 from megatron_stability.numerics import qk_clip
@@ -61,6 +61,13 @@ def refuse_what_cannot_work(config: StabilityConfig, args: Namespace) -> None:
     """
     if not wanted(config):
         return
+    if (graphs := cuda_graphs.flag(args)) is not None:
+        feature = "qk_clip" if config.qk_clip.enabled else "observe.attention"
+        raise UsageError(
+            f"{feature}.enabled with {graphs}: a replayed graph runs no Python, so that no logit would be seen"
+            f"{' and no head clipped' * config.qk_clip.enabled}, by the probe as little; drop the flag, or set "
+            f"{feature}.enabled to false"
+        )
     if config.qk_clip.measure == "probe" and args.context_parallel_size > 1:
         raise UsageError(
             "qk_clip.measure probe with --context-parallel-size above 1: a rank has no keys of the other ranks; "

@@ -26,7 +26,7 @@ from megatron.core.utils import unwrap_model
 
 from megatron_stability.config import StabilityConfig
 from megatron_stability.errors import UsageError
-from megatron_stability.megatron import rank_state
+from megatron_stability.megatron import cuda_graphs, rank_state
 from megatron_stability.megatron.optimizer_state import ForwardState
 from megatron_stability.observe.config import Replicas as Settings
 from megatron_stability.observe.fingerprint import digest
@@ -172,12 +172,10 @@ def refuse_what_cannot_work(config: StabilityConfig, args: Namespace) -> None:
     """
     if not config.observe.replicas.compute_every:
         return
-    sharded = bool(getattr(args, "use_megatron_fsdp", False) or args.use_torch_fsdp2)
     for flag, active, why in (
         ("--context-parallel-size above 1", args.context_parallel_size > 1, "context ranks see different positions"),
         ("--expert-model-parallel-size above 1", args.expert_model_parallel_size > 1, "experts mix ranks' tokens"),
         ("--mtp-num-layers", bool(getattr(args, "mtp_num_layers", None)), "MTP layers log what they see"),
-        ("--use-megatron-fsdp or --use-torch-fsdp2", sharded, "a rank has parts of weights only"),
         ("--fp8-format", bool(getattr(args, "fp8", None)), "amax histories would take it in"),
         ("fp8.emulate", config.fp8.emulate != "none", "amax histories would take it in"),
         (
@@ -185,7 +183,7 @@ def refuse_what_cannot_work(config: StabilityConfig, args: Namespace) -> None:
             bool(getattr(args, "defer_embedding_wgrad_compute", False)),
             "it keeps activations back",
         ),
-        ("--cuda-graph-impl", getattr(args, "cuda_graph_impl", "none") != "none", "graphs are captured of the step"),
+        (str(cuda_graphs.flag(args)), cuda_graphs.flag(args) is not None, "graphs are captured of the step"),
     ):
         if active:
             raise UsageError(f"observe.replicas.compute_every with {flag}: {why}; set it to 0")

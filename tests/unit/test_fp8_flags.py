@@ -65,7 +65,7 @@ ACTIVE = {"fp8": "hybrid", "transformer_impl": "transformer_engine"}
     [
         ({"fp8": None}, "act", "no FP8 of Transformer Engine"),
         ({}, "off", "--stability-mode off"),
-        ({"cuda_graph_impl": "local"}, "act", "--cuda-graph-impl"),
+        ({"cuda_graph_impl": "local"}, "act", "--cuda-graph-impl local"),
         ({"delay_wgrad_compute": True}, "act", "--delay-wgrad-compute"),
     ],
 )

@@ -128,7 +128,8 @@ def _compiled() -> Any:
 def transformer_engine_attention(stock: Any = None) -> Any:
     """Megatron's TEDotProductAttention as a class with an argument `softcap`, where TE's own attention has one.
 
-    Megatron's class passes no softcap on. The class made here stands before TE's in the resolution order, so that
+    It has one from 2.20 on. `score_mod`, from 2.18 on, is no substitute: it runs without a mask only
+    (`attention/dot_product_attention/utils.py`, `get_attention_backend`). Megatron's class passes no softcap on. The class made here stands before TE's in the resolution order, so that
     Megatron's `super().__init__(…)` reaches it, and adds the argument.
 
     Args:
@@ -145,8 +146,8 @@ def transformer_engine_attention(stock: Any = None) -> Any:
     if "softcap" not in inspect.signature(engine.__init__).parameters:
         raise UsageError(
             "--stability-model-attention-softcap with --transformer-impl transformer_engine: the installed Transformer "
-            "Engine's DotProductAttention has no `softcap`; upgrade it, or use "
-            "--stability-model-attention-softcap-kernel flex or --transformer-impl local"
+            "Engine's DotProductAttention has no `softcap` (2.20 has it; `score_mod` of 2.18 takes no causal mask); "
+            "upgrade it, or use --stability-model-attention-softcap-kernel flex or --transformer-impl local"
         )
 
     class Engine(engine):  # type: ignore[misc, valid-type]
