@@ -91,7 +91,7 @@ def test_a_snapshot_of_moments_with_scales_beside_them(name: str, dtype: torch.d
     assert asked(rewinds, **AWARE) == asked({"decide": {"rules": [RULE]}}, **AWARE, **{name: dtype}) == ""
 
 
-RULE = {"detector": "non_finite", "tier": "fatal", "action": "rewind"}
+RULE = {"detector": "non_finite", "tier": "non_finite", "action": "rewind"}
 
 
 def test_more_tokens_than_rows() -> None:
