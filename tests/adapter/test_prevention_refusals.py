@@ -88,7 +88,9 @@ def test_settings_of_the_plugin_that_exclude_each_other(model: Model, tree: dict
 def test_transformer_engine_s_largest_logit_is_capped(tree: dict[str, Any]) -> None:
     """Its attention caps before it takes the maximum: no head would ever be hot under a cap below tau."""
     engine = arguments(transformer_impl="transformer_engine")
-    with pytest.raises(UsageError, match=r"softcap-kernel auto with --stability-qk-clip-measure forward: .*use measure"):
+    with pytest.raises(
+        UsageError, match=r"softcap-kernel auto with --stability-qk-clip-measure forward: .*use measure"
+    ):
         settings.refuse_what_cannot_work(StabilityConfig(model=CAP, **tree), engine)
     tree = tree | {"qk_clip": tree.get("qk_clip", {}) | {"measure": "probe"}}
     settings.refuse_what_cannot_work(StabilityConfig(model=CAP, **tree), engine)

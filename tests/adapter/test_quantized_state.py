@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megatron_stability.observe.fingerprint import digest
-from tests.unit.quantized_tensors import Float8Tensor, Quantized, codes, every_kind
+from tests.unit.observe.quantized_tensors import Float8Tensor, Quantized, codes, every_kind
 
 pytestmark = pytest.mark.megatron
 
@@ -28,7 +28,7 @@ class Model(torch.nn.Module):
 
 @pytest.mark.parametrize("kind", every_kind())
 def test_each_weight_has_a_fingerprint_of_its_own_codes(kind: str) -> None:
-    from megatron_stability.megatron import rank_state
+    from megatron_stability.megatron.access import rank_state
 
     model, no_optimizer = Model(kind), SimpleNamespace(chained_optimizers=[])
     found = rank_state.measure([model], no_optimizer)
@@ -49,7 +49,7 @@ def _with_moments(moments: dict[str, Any]) -> tuple[Any, torch.Tensor]:
 
 
 def test_fp8_moments_are_read_where_a_checkpoint_is_saved() -> None:
-    from megatron_stability.megatron import rank_state
+    from megatron_stability.megatron.access import rank_state
 
     first = codes(1, 8)
     moments: dict[str, Quantized | torch.Tensor] = {
@@ -67,7 +67,7 @@ def test_fp8_moments_are_read_where_a_checkpoint_is_saved() -> None:
 
 def test_weights_are_looked_up_at_each_digest() -> None:
     """Transformer Engine may give a weight new storage: what was found at the start would never change again."""
-    from megatron_stability.megatron.replicas import ReplicaHook
+    from megatron_stability.megatron.observers.replicas import ReplicaHook
     from megatron_stability.observe.config import Replicas
     from megatron_stability.observe.wide import Replicas as Groups
 

@@ -13,7 +13,7 @@ from megatron.core.rerun_state_machine import RerunDataIterator
 from megatron.training import training
 from torch.utils.data import DataLoader, Dataset
 
-from megatron_stability.megatron.data_iterators import DataIterators
+from megatron_stability.megatron.access.data_iterators import DataIterators
 
 pytestmark = pytest.mark.megatron
 MICRO_BATCHES, WORKERS = 24, 2

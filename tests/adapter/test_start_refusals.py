@@ -10,7 +10,9 @@ import torch
 
 from megatron_stability.config import StabilityConfig
 from megatron_stability.errors import UsageError
-from megatron_stability.megatron import arguments, cuda_graphs, weight_hooks
+from megatron_stability.megatron import arguments
+from megatron_stability.megatron.access import cuda_graphs
+from megatron_stability.megatron.observers import hooks as weight_hooks
 
 pytestmark = pytest.mark.megatron
 PLAIN: dict[str, Any] = {"fp16": False, "context_parallel_size": 1, "expert_model_parallel_size": 1, "save": "out"}
