@@ -1,4 +1,4 @@
-"""Weights and moments of Transformer Engine's classes: fingerprints, digests of replicas and snapshots read the codes."""
+"""Weights and moments of Transformer Engine's classes: fingerprints and digests of replicas read the codes."""
 
 from __future__ import annotations
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import multiprocessing
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -63,8 +62,8 @@ def _numbers(batches: list[dict[str, torch.Tensor]]) -> list[int]:
 
 
 @pytest.fixture(params=["single", "cyclic"])
-def kind(request: pytest.FixtureRequest) -> Iterator[str]:
-    yield request.param
+def kind(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
 
 
 def test_case_53_the_next_step_is_there_before_it_is_looked_at(kind: str) -> None:

@@ -1,4 +1,4 @@
-"""What would be silent, wrong or an exception in the middle of a run is refused before a model is built, by its flag."""
+"""What would be silent, wrong or an exception in mid-run is refused before a model is built, by its flag."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@
     Float16Optimizer              a whole fp32 master (`param.main_param`)
     layer-wise (Muon)             a whole master on one data-parallel rank, none on the others
     distributed optimizer         a flat shard of the master whose boundaries fall anywhere; none where a rank owns none
-    precision-aware optimizer     as above, kept in the optimizer's state; by default as the 16 bits that the weight lacks
+    precision-aware optimizer     as above, in the optimizer's state; by default the 16 bits that the weight lacks
 
 A change that every rank makes to its own copies, element by element, keeps the copies of all data-parallel ranks equal
 without communication. With `--overlap-param-gather` the parts of the model's copy that other ranks own are stale until

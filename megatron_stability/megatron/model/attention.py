@@ -129,8 +129,8 @@ def transformer_engine_attention(stock: Any = None) -> Any:
     """Megatron's TEDotProductAttention as a class with an argument `softcap`, where TE's own attention has one.
 
     It has one from 2.20 on. `score_mod`, from 2.18 on, is no substitute: it runs without a mask only
-    (`attention/dot_product_attention/utils.py`, `get_attention_backend`). Megatron's class passes no softcap on. The class made here stands before TE's in the resolution order, so that
-    Megatron's `super().__init__(…)` reaches it, and adds the argument.
+    (`get_attention_backend`). Megatron's class passes no softcap on. The class made here stands before TE's in the
+    resolution order, so that Megatron's `super().__init__(…)` reaches it, and adds the argument.
 
     Args:
         stock: the class to extend; None for Megatron's.

@@ -73,7 +73,8 @@ class BatchHook:
         """Scores of the micro-batches that come next, if the next step has as many as this one."""
         batches = self._data.peek(get_num_microbatches()) if self._here else []
         if batches and not self._said:
-            self._said, size = True, sum(each.nbytes for batch in batches for each in _tensors(batch)) / 1e6
+            self._said = True
+            size = sum(each.nbytes for batch in batches for each in _tensors(batch)) / 1e6
             print_rank_0(
                 f"> megatron-stability: batches are scored a step ahead: {len(batches)} micro-batches, {size:.3g} MB in "
                 "the memory of each rank that loads, and as many again on their way from its workers"

@@ -1,4 +1,4 @@
-"""What holds the values of a quantized or distributed tensor, and that fingerprints read that and tell tensors apart."""
+"""What holds the values of a quantized or distributed tensor; fingerprints read each tensor once."""
 
 from __future__ import annotations
 
