@@ -76,8 +76,8 @@ class BatchHook:
             self._said = True
             size = sum(each.nbytes for batch in batches for each in _tensors(batch)) / 1e6
             print_rank_0(
-                f"> megatron-stability: batches are scored a step ahead: {len(batches)} micro-batches, {size:.3g} MB in "
-                "the memory of each rank that loads, and as many again on their way from its workers"
+                f"> megatron-stability: batches are scored a step ahead: {len(batches)} micro-batches, {size:.3g} MB "
+                "in the memory of each rank that loads, and as many again on their way from its workers"
             )
         coming = [batch["tokens"] for batch in batches if "tokens" in batch]
         return [scores(tokens.to(self._device, non_blocking=True), self._ngram) for tokens in coming]
