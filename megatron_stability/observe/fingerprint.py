@@ -15,6 +15,7 @@ CHUNK = 1 << 20  # 8-byte words mixed at once: the temporary memory is a few tim
 BLOCK = 1 << 22  # bytes of a host tensor that are hashed and searched before the next: they stay in the cache
 _GOLDEN = -7046029254386353131  # 2^64 / golden ratio, odd, as int64
 _LOW = 0xFFFFFFFF
+_NO_SIGN_ON_NAN = (torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)  # whose NaN is the code of -0
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +80,42 @@ def mixed(tensor: torch.Tensor) -> torch.Tensor:
         tail[: raw.numel() - whole] = raw[whole:]
         total += _mixed(tail.view(torch.int64), torch.zeros(1, dtype=torch.int64, device=raw.device), whole // 8)
     return total
+
+
+@torch.no_grad()
+def mixed_and_amax(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """`mixed` and `amax` in one reading, by a kernel: the same values.
+
+    Args:
+        tensor: any shape and dtype, on a GPU, or anywhere under Triton's interpreter.
+
+    Returns:
+        [] int64 and [] fp64.
+    """
+    raw = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    if raw.numel() < 8 or tensor.dtype in _NO_SIGN_ON_NAN:
+        return mixed(tensor), amax(tensor)
+    from megatron_stability.observe import fingerprint_triton
+
+    if raw.storage_offset() % 8:
+        raw = raw.clone()
+    whole, width = raw.numel() // 8 * 8, tensor.dtype.itemsize if tensor.dtype.is_floating_point else 0
+    found = fingerprint_triton.launch(raw[:whole].view(torch.int64), width, _signed(2 * _GOLDEN))
+    total = found[0] + _signed(raw.numel() * _GOLDEN)
+    largest = _magnitude(found[1], tensor.dtype) if width else found.new_zeros((), dtype=torch.float64)
+    if whole < raw.numel():
+        tail = raw.new_zeros(8)
+        tail[: raw.numel() - whole] = raw[whole:]
+        total += _mixed(tail.view(torch.int64), total.new_zeros(1), whole // 8)
+        if width:
+            rest = amax(tail.view(tensor.dtype))
+            largest = torch.where(rest.isnan() | (rest > largest), rest, largest)
+    return total, largest
+
+
+def _magnitude(code: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """[] fp64 of a float's code without its sign."""
+    return code.reshape(1).view(dtype)[0].double()  # little-endian: the code is the first element
 
 
 def _mixed(words: torch.Tensor, places: torch.Tensor, start: int) -> torch.Tensor:
@@ -158,8 +195,8 @@ def begin(named: Iterable[tuple[str, torch.Tensor]]) -> Callable[[], dict[str, F
 
 def _on_devices(tensors: Collection[torch.Tensor]) -> Callable[[], list[Fingerprint]]:
     device = next(tensor.device for tensor in tensors if tensor.device.type != "cpu")
-    all_bits = torch.stack([bits(tensor).to(device) for tensor in tensors])
-    all_amax = torch.stack([amax(tensor).to(device) for tensor in tensors])
+    pairs = [(bits(each), amax(each)) if each.device.type != "cuda" else mixed_and_amax(each) for each in tensors]
+    all_bits, all_amax = (torch.stack([one.to(device) for one in column]) for column in zip(*pairs, strict=True))
     return lambda: [Fingerprint(b, a) for b, a in zip(all_bits.tolist(), all_amax.tolist(), strict=True)]
 
 
