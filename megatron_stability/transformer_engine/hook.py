@@ -95,6 +95,7 @@ class TransformerEngineHook:
         self._sampled_at: list[tuple[str, str]] = []  # the names under which nvdlfw-inspect knows the sites
         for linear in self._linears:
             linear.module.name = linear.key
+            adapter.runs_in_fp8(linear.module)  # raises here, rather than in a step, where this TE has it no more
             for gemm, suffix in enumerate(adapter.gemm_suffixes(linear.module)):
                 self._sites += [linear.site(gemm, tensor) for tensor in TENSORS]
                 self._sampled_at += [(linear.key + suffix, tensor) for tensor in TENSORS]

@@ -8,6 +8,8 @@ from megatron_stability.errors import UsageError
 from megatron_stability.megatron.access import cuda_graphs
 from megatron_stability.numerics.fp8.config import Fp8
 
+_RECIPES = ("delayed", "tensorwise", "blockwise", "mxfp8")
+
 
 def refuse_inactive_fp8(fp8: Fp8, mode: str, args: Namespace) -> None:
     """Raise for FP8 flags that would silently train in BF16, or that emulation can't honour.
@@ -57,6 +59,11 @@ def _refuse_for_transformer_engine(fp8: Fp8, mode: str, args: Namespace) -> None
         (not active_transformer_engine(args), "no FP8 of Transformer Engine", "give --fp8-format, or turn it off"),
         (mode == "off", "--stability-mode off", "the plugin is off; use observe or act"),
         (graphs is not None, str(graphs), "a replayed graph calls no feature"),
+        (
+            getattr(args, "fp8_recipe", "delayed") not in _RECIPES,
+            f"--fp8-recipe {getattr(args, 'fp8_recipe', None)}",
+            f"its quantizers are not known here; use one of {', '.join(_RECIPES)}",
+        ),
         (bool(getattr(args, "delay_wgrad_compute", False)), "--delay-wgrad-compute", "TE's debug path can't delay it"),
     )
     for wrong, other, why in pairs:
