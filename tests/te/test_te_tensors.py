@@ -1,4 +1,4 @@
-"""TE's own tensor classes, made of given codes: where their values lie, as parameters too; and its attention's softcap."""
+"""TE's own tensor classes, made of given codes: where their values lie, as parameters too; its attention's softcap."""
 
 from __future__ import annotations
 
