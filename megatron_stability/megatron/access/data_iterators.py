@@ -53,7 +53,7 @@ class DataIterators:
     def __init__(self) -> None:
         """None yet; Megatron makes them before the first step."""
         self._chunks: list[_Chunk] = []
-        self._rebuilding = False
+        self._rebuilding: int | None = None  # the chunk
         self._loader: Any = None  # behind the training iterator of the first chunk
         self._ahead = 0
 
@@ -67,9 +67,9 @@ class DataIterators:
             valid: the validation iterator, or a list of them.
         """
         first, many, last = loaders
-        if not self._chunks or self._rebuilding:
+        if not self._chunks or self._rebuilding == 0:
             self._loader = first
-        if self._rebuilding:
+        if self._rebuilding is not None:
             return
         sets = [getattr(loader, "dataset", None) for loader in many or ()]
         datasets = (getattr(first, "dataset", None), sets if len(sets) > 1 else next(iter(sets), None))
@@ -112,16 +112,15 @@ class DataIterators:
 
     def rebuild(self) -> None:
         """Collective: fresh iterators at `consumed_train_samples`, inside the objects that Megatron holds already."""
-        self._rebuilding = True
         try:
-            for at, chunk in enumerate(self._chunks):
+            for self._rebuilding, chunk in enumerate(self._chunks):
                 train, valid, _ = training.build_train_valid_test_data_iterators(_Provider(chunk))
-                if at == 0 and self._ahead and train is not None:
+                if self._rebuilding == 0 and self._ahead and train is not None:
                     _deepen(self._loader, train.iterable, self._ahead)
                 _take_over(chunk.train, train)
                 _take_over(chunk.valid, valid)
         finally:
-            self._rebuilding = False
+            self._rebuilding = None
 
 
 class _Provider:
