@@ -83,8 +83,9 @@ class DataIterators:
 
     @property
     def first(self) -> Any:
-        """The training iterator of this rank's first model chunk; None where it reads nothing."""
-        return self._chunks[0].train if self._chunks else None
+        """The training iterator of this rank's first model chunk; None where it reads nothing, or somebody's own."""
+        train = self._chunks[0].train if self._chunks else None
+        return train if isinstance(train, RerunDataIterator) else None
 
     def peek(self, items: int) -> list[Any]:
         """What the first chunk's training iterator gives next; none where this rank has no iterator.
@@ -113,9 +114,10 @@ class DataIterators:
     def rebuild(self) -> None:
         """Collective: fresh iterators at `consumed_train_samples`, inside the objects that Megatron holds already."""
         try:
-            for self._rebuilding, chunk in enumerate(self._chunks):
+            for at, chunk in enumerate(self._chunks):
+                self._rebuilding = at
                 train, valid, _ = training.build_train_valid_test_data_iterators(_Provider(chunk))
-                if self._rebuilding == 0 and self._ahead and train is not None:
+                if at == 0 and self._ahead and train is not None:
                     _deepen(self._loader, train.iterable, self._ahead)
                 _take_over(chunk.train, train)
                 _take_over(chunk.valid, valid)
