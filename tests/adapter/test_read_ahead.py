@@ -17,7 +17,7 @@ from megatron_stability.megatron.access.data_iterators import DataIterators
 pytestmark = pytest.mark.megatron
 MICRO_BATCHES, WORKERS = 24, 2
 DEFAULT = 2 * WORKERS  # what workers read ahead by themselves
-WAIT_S = 60.0
+WAIT_S = 30.0
 
 
 class Counted(Dataset):  # type: ignore[type-arg]
@@ -35,12 +35,20 @@ class Counted(Dataset):  # type: ignore[type-arg]
         return {"tokens": torch.tensor([index])}
 
     def read(self, at_least: int) -> int:
-        """How many, once they are `at_least` so many or have stayed the same for a while."""
-        end, before = time.monotonic() + WAIT_S, -1
-        while self._read.value < at_least and time.monotonic() < end and before != self._read.value:
-            before = self._read.value
-            time.sleep(1.0)
+        """How many, once they are `at_least` so many, or the time is over."""
+        end = time.monotonic() + WAIT_S
+        while self._read.value < at_least and time.monotonic() < end:
+            time.sleep(0.01)
         return int(self._read.value)
+
+    def settled(self, at_least: int) -> int:
+        """How many, once they stay `at_least` so many."""
+        before = self.read(at_least)
+        while True:
+            time.sleep(0.5)
+            if before == self._read.value:
+                return before
+            before = self._read.value
 
 
 def _loader(data: Counted) -> DataLoader:  # type: ignore[type-arg]
@@ -85,13 +93,13 @@ def test_case_53_the_next_step_is_there_before_it_is_looked_at(kind: str) -> Non
         assert data.read(seen + 2 * MICRO_BATCHES) >= seen + 2 * MICRO_BATCHES  # those after them, meanwhile
         assert _numbers([next(iterators.first) for _ in range(MICRO_BATCHES)]) == coming
         seen += MICRO_BATCHES
-    assert data.read(10_000) <= seen + MICRO_BATCHES + 2 * DEFAULT  # a step, and no more than that
+    assert data.settled(seen + MICRO_BATCHES) <= seen + MICRO_BATCHES + 2 * DEFAULT  # a step, and no more than that
 
 
 def test_without_it_workers_are_as_many_items_ahead_as_ever() -> None:
     data = Counted()
     iterators = _given("single", data)
-    assert data.read(10_000) == DEFAULT
+    assert data.settled(DEFAULT) == DEFAULT
     assert iterators.first is not None
 
 
