@@ -93,7 +93,7 @@ def test_a_snapshot_of_moments_with_scales_beside_them(name: str, dtype: torch.d
     assert asked(rewinds, **AWARE) == asked({"decide": {"rules": [RULE]}}, **AWARE, **{name: dtype}) == ""
 
 
-RULE = {"detector": "non_finite", "tier": "non_finite", "action": "rewind"}
+RULE = {"detector": "non_finite", "tier": "non_finite", "action": "rewind", "generations": 1, "skip_steps": 1}
 
 
 def test_more_tokens_than_rows() -> None:
