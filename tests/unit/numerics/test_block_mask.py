@@ -16,6 +16,8 @@ CASES = [
     (384, 384, 200, 0, 0),  # a window
     (384, 384, 100, 50, 0),
     (130, 515, 64, 0, 385),  # fewer queries than keys, at their end
+    (384, 384, 129, 0, 0),  # one pair of a block
+    (384, 384, 255, 1, 0),  # all pairs of a block, just
     (640, 640, 0, 0, 0),  # its own place only
 ]
 
