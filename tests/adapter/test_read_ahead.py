@@ -23,13 +23,16 @@ WAIT_S = 30.0
 class Counted(Dataset):  # type: ignore[type-arg]
     """Tells how many of its samples workers have read."""
 
-    def __init__(self, length: int = 400) -> None:
+    def __init__(self, length: int = 400, uneven: bool = False) -> None:
+        self._uneven = uneven
         self._length, self._read = length, multiprocessing.get_context("fork").Value("i", 0)
 
     def __len__(self) -> int:
         return self._length
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        if self._uneven and index % WORKERS == 0:
+            time.sleep(0.01)
         with self._read.get_lock():
             self._read.value += 1
         return {"tokens": torch.tensor([index])}
@@ -101,6 +104,16 @@ def test_without_it_workers_are_as_many_items_ahead_as_ever() -> None:
     iterators = _given("single", data)
     assert data.settled(DEFAULT) == DEFAULT
     assert iterators.first is not None
+
+
+def test_a_worker_may_be_slower_than_the_other() -> None:
+    """Items that come before their turn wait in the iterator, and count among those that were asked for."""
+    iterators = _given("single", Counted(uneven=True))
+    found = []
+    for _ in range(6):
+        iterators.peek(MICRO_BATCHES)
+        found += _numbers([next(iterators.first) for _ in range(MICRO_BATCHES)])
+    assert found == list(range(6 * MICRO_BATCHES))
 
 
 def test_the_end_of_the_data_and_generators_are_those_of_the_plain_loader(kind: str) -> None:

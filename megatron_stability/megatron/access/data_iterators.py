@@ -149,8 +149,9 @@ def _deepen(loader: Any, iterator: Any, items: int) -> None:
     if not isinstance(iterator, _MultiProcessingDataLoaderIter):
         return
     iterator._prefetch_factor = max(iterator._prefetch_factor, _depth(items, iterator._num_workers))
-    sent = -1
-    while sent < iterator._send_idx and iterator._tasks_outstanding < iterator._prefetch_factor * iterator._num_workers:
+    sent, most = -1, iterator._prefetch_factor * iterator._num_workers
+    # not `_tasks_outstanding`, which leaves out items that came before their turn: each asks for another in its turn
+    while sent < iterator._send_idx < iterator._rcvd_idx + most:
         sent = iterator._send_idx
         iterator._try_put_index()  # sends nothing where the sampler has come to its end
 
