@@ -112,6 +112,9 @@ def test_a_worker_may_be_slower_than_the_other() -> None:
     found = []
     for _ in range(6):
         iterators.peek(MICRO_BATCHES)
+        iterators.read_ahead(MICRO_BATCHES)  # again, now that fast items have come before their turn
+        source = iterators.first.iterable.source
+        assert source._send_idx - source._rcvd_idx <= source._prefetch_factor * WORKERS
         found += _numbers([next(iterators.first) for _ in range(MICRO_BATCHES)])
     assert found == list(range(6 * MICRO_BATCHES))
 
