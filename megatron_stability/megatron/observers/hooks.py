@@ -13,7 +13,7 @@ from megatron.core import parallel_state
 from megatron_stability.config import StabilityConfig
 from megatron_stability.detect.base import Detector, silent
 from megatron_stability.errors import UsageError
-from megatron_stability.megatron.access import master_weights
+from megatron_stability.megatron.access import cuda_graphs, master_weights
 from megatron_stability.megatron.access.collectives import gather_json
 from megatron_stability.megatron.access.data_iterators import DataIterators
 from megatron_stability.megatron.access.host import Host
@@ -110,7 +110,7 @@ def build(
         UsageError: a layer of this rank can't be measured or clipped; names it.
     """
     hooks = _observers(config, model, optimizer, device, args, host)
-    if config.observe.batch.enabled and not _graphs(args):
+    if config.observe.batch.enabled and cuda_graphs.flag(args) is None:
         hooks.append(BatchHook(config.observe.batch.ngram, model, device, data))
     if qk_clip.wanted(config):
         hooks.append(qk_clip.AttentionHook(config, model, optimizer, device))
@@ -171,31 +171,23 @@ def _observers(
     config: StabilityConfig, model: Sequence[Any], optimizer: Any, device: torch.device, args: Namespace, host: Host
 ) -> list[WeightHook]:
     """What only measures. The fixed micro-batch comes first: the others forget what they saw of it."""
-    observe, sharded = config.observe, bool(getattr(args, "use_megatron_fsdp", False) or args.use_torch_fsdp2)
+    observe, norms = config.observe, config.observe.norms
     hooks: list[WeightHook] = []
-    if sharded:
-        say(args, "FSDP keeps parts of weights and gradients in its own way: no norms of them, no digests of replicas")
-    elif observe.replicas.weights_every or observe.replicas.compute_every:
+    if observe.replicas.weights_every or observe.replicas.compute_every:
         vocab_size = real_vocab_size(host.vocab_size(), args.padded_vocab_size)
         hooks.append(ReplicaHook(observe.replicas, model, device, args, vocab_size))
     hooks.append(StepHook(float(optimizer.config.clip_grad)))
-    if not sharded:
-        norms = observe.norms
-        if flag := next((name for name in _NO_PLAIN_MASTERS if getattr(args, name, False)), None):
-            say(args, f"--{flag.replace('_', '-')}: no norms of weights, for their masters are no plain fp32 tensors")
-            norms = norms.model_copy(update={"params_every": 0})
-        hooks.append(NormsHook(norms, model, optimizer, args))
-    if _graphs(args):
-        say(args, "--cuda-graph-impl: a replayed graph calls no hook, so batches and experts are not observed")
+    if flag := next((name for name in _NO_PLAIN_MASTERS if getattr(args, name, False)), None):
+        say(args, f"--{flag.replace('_', '-')}: no norms of weights, for their masters are no plain fp32 tensors")
+        norms = norms.model_copy(update={"params_every": 0})
+    hooks.append(NormsHook(norms, model, optimizer, args))
+    if (graphs := cuda_graphs.flag(args)) is not None:
+        say(args, f"{graphs}: a replayed graph calls no hook, so batches and experts are not observed")
     elif args.num_experts and observe.moe.every:
         hooks.append(MoeHook(observe.moe.every, model))
     if args.do_valid:
         hooks.append(HeldOutHook(args))
     return hooks
-
-
-def _graphs(args: Namespace) -> bool:
-    return bool(getattr(args, "cuda_graph_impl", "none") != "none")
 
 
 def refuse_what_cannot_work(config: StabilityConfig, args: Namespace) -> None:
