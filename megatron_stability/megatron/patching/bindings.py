@@ -47,9 +47,7 @@ def local_names(function: Function) -> frozenset[str]:
             outer.update(node.names)
         elif isinstance(node, ast.stmt):
             names |= _bound_by(node)
-        elif isinstance(node, ast.ExceptHandler) and node.name:
-            names.add(node.name)
-        elif isinstance(node, ast.MatchAs | ast.MatchStar) and node.name:
+        elif isinstance(node, ast.ExceptHandler | ast.MatchAs | ast.MatchStar) and node.name:
             names.add(node.name)
         elif isinstance(node, ast.NamedExpr):
             names.add(node.target.id)

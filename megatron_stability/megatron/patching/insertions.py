@@ -15,7 +15,7 @@ HOLE = "__"
 _LEVEL = "    "
 
 
-class Unplaceable(Exception):
+class PlaceError(Exception):
     """A seam's place is there in a form that can't be used; `line` is where."""
 
     def __init__(self, reason: str, line: int | None = None) -> None:
@@ -44,7 +44,7 @@ def first_of(body: Sequence[ast.stmt]) -> ast.stmt:
     head = body[0]
     is_text = isinstance(head, ast.Expr) and isinstance(head.value, ast.Constant) and isinstance(head.value.value, str)
     if is_text and len(body) == 1:
-        raise Unplaceable("the body is a docstring alone", head.lineno)
+        raise PlaceError("the body is a docstring alone", head.lineno)
     return body[1] if is_text else head
 
 
@@ -55,7 +55,7 @@ def of(source: Source, seam: Seam, scope: Scope, site: Site) -> tuple[tuple[Inse
         The insertions, in order, and the line of the first in the stock file.
 
     Raises:
-        Unplaceable: the statement shares a line with another, or its expression is not there once.
+        PlaceError: the statement shares a line with another, or its expression is not there once.
     """
     match seam.where:
         case Where.BEFORE:
@@ -105,7 +105,7 @@ def _under(source: Source, statement: ast.stmt, header: str) -> tuple[Insertion,
     level = "\t" if "\t" in indent else _LEVEL
     for node in ast.walk(statement):
         if isinstance(node, ast.Constant | ast.JoinedStr) and node.lineno != node.end_lineno:
-            raise Unplaceable("a string in it goes on over several lines, so it can't be moved in", node.lineno)
+            raise PlaceError("a string in it goes on over several lines, so it can't be moved in", node.lineno)
     pieces = [_block(source, source.start_of_line(statement.lineno), indent, header, statement.lineno)]
     for number in range(statement.lineno, (statement.end_lineno or statement.lineno) + 1):
         line = source.line(number)
@@ -119,7 +119,7 @@ def _around(source: Source, seam: Seam, statement: ast.stmt) -> tuple[tuple[Inse
     form = parse(seam.expression)
     found = [node for node in own_expressions(statement) if matches(form, node)]
     if len(found) != 1:
-        raise Unplaceable(f"it holds `{seam.expression}` {len(found)} times", statement.lineno)
+        raise PlaceError(f"it holds `{seam.expression}` {len(found)} times", statement.lineno)
     ends = ((source.start(found[0]), seam.text), (source.end(found[0]), seam.behind))
     return tuple(Insertion(offset, text) for offset, text in ends if text), found[0].lineno
 
@@ -127,13 +127,13 @@ def _around(source: Source, seam: Seam, statement: ast.stmt) -> tuple[tuple[Inse
 def _own_line(source: Source, statement: ast.stmt) -> str:
     """The indentation of a statement that has its lines for itself."""
     if getattr(statement, "decorator_list", None):
-        raise Unplaceable("it has a decorator", statement.lineno)
+        raise PlaceError("it has a decorator", statement.lineno)
     start = source.start_of_line(statement.lineno)
     indent = source.data[start : source.start(statement)]
     end = statement.end_lineno or statement.lineno
     rest = source.data[source.end(statement) : source.start_of_line(end) + len(source.line(end))]
     if indent.strip() or not (rest.strip() == b"" or rest.lstrip().startswith(b"#")):
-        raise Unplaceable("it shares its line with another statement", statement.lineno)
+        raise PlaceError("it shares its line with another statement", statement.lineno)
     return indent.decode()
 
 

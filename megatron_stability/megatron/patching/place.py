@@ -19,7 +19,7 @@ from megatron_stability.megatron.patching.bindings import (
     local_names,
     names_of,
 )
-from megatron_stability.megatron.patching.insertions import Insertion, Unplaceable
+from megatron_stability.megatron.patching.insertions import Insertion, PlaceError
 from megatron_stability.megatron.patching.pattern import found_in, matches, own_expressions, parse
 from megatron_stability.megatron.patching.source import Scope, Site, Source
 
@@ -54,7 +54,7 @@ class Placement:
         return self.state in (State.PLACED, State.UNNEEDED)
 
 
-class _Gone(Exception):
+class _GoneError(Exception):
     """What a seam stands at is not there."""
 
 
@@ -90,19 +90,19 @@ def _place(source: Source, seam: Seam, written: frozenset[str]) -> Placement:
         _check_context(seam, site)
         _check_names(source, seam, scope, site, written)
         pieces, line = insertions.of(source, seam, scope, site)
-    except _Gone as reason:
+    except _GoneError as reason:
         return Placement(seam, State.GONE, scopes[0].body[0].lineno, f"{reason}{_elsewhere(source, seam)}")
-    except Unplaceable as reason:
+    except PlaceError as reason:
         return Placement(seam, State.CHANGED, reason.line or scopes[0].body[0].lineno, str(reason))
     return Placement(seam, State.PLACED, line, "", pieces)
 
 
 def _place_import(source: Source, seam: Seam) -> Placement:
     if "seams" in _module_names(source):
-        raise Unplaceable("the module has a name `seams` already")
+        raise PlaceError("the module has a name `seams` already")
     imports = [node for node in source.tree.body if isinstance(node, ast.Import | ast.ImportFrom) and not _future(node)]
     if not imports:
-        raise _Gone("it imports nothing at its top level")
+        raise _GoneError("it imports nothing at its top level")
     anchor = next((node for node in imports if _of_megatron_core(node, source.path)), imports[-1])
     pieces = insertions.after(source, anchor, seam.text)
     return Placement(seam, State.PLACED, (anchor.end_lineno or anchor.lineno) + 1, "", pieces)
@@ -145,19 +145,19 @@ def _find(source: Source, seam: Seam, scopes: Sequence[Scope]) -> tuple[Scope, S
     """The one function and statement at which a seam stands."""
     if not seam.anchor:
         if len(scopes) > 1:
-            raise Unplaceable(f"{seam.function} stands {len(scopes)} times", scopes[1].body[0].lineno)
+            raise PlaceError(f"{seam.function} stands {len(scopes)} times", scopes[1].body[0].lineno)
         return scopes[0], scopes[0].sites[0]
     found = [(scope, site) for scope in scopes for site in scope.sites if is_anchor(seam, site.statement)]
     if not found:
-        raise _Gone(f"{seam.function} holds no `{_said(seam)}`")
+        raise _GoneError(f"{seam.function} holds no `{_said(seam)}`")
     if len(found) > 1:
         found = [(scope, site) for scope, site in found if _has_context(seam, site)] or found
     if len(found) > 1:
         lines = " and ".join(str(site.statement.lineno) for _, site in found)
-        raise Unplaceable(f"{seam.function} holds `{_said(seam)}` at lines {lines}", found[1][1].statement.lineno)
+        raise PlaceError(f"{seam.function} holds `{_said(seam)}` at lines {lines}", found[1][1].statement.lineno)
     scope, site = found[0]
     if seam.beside and not (scope.node and found_in(parse(seam.beside), scope.node)):
-        raise Unplaceable(f"{seam.function} holds no `{seam.beside}`, on which the seam relies", site.statement.lineno)
+        raise PlaceError(f"{seam.function} holds no `{seam.beside}`, on which the seam relies", site.statement.lineno)
     return scope, site
 
 
@@ -202,7 +202,7 @@ def _same_header(asked: str, found: tuple[str, tuple[ast.expr, ...]]) -> bool:
 def _check_context(seam: Seam, site: Site) -> None:
     if not _has_context(seam, site):
         found = ", ".join(f"{kind} {' in '.join(map(ast.unparse, header))}".strip() for kind, header in site.context)
-        raise Unplaceable(
+        raise PlaceError(
             f"it stands under `{found or seam.function}`, expected `{', '.join(seam.context) or seam.function}`",
             site.statement.lineno,
         )
@@ -218,11 +218,11 @@ def _check_names(source: Source, seam: Seam, scope: Scope, site: Site, written: 
     stores = _stores(seam)
     for name in sorted(stores - bound):
         if name in names_of(node):
-            raise Unplaceable(f"`{name}`, which the seam sets, is not set on every path before", site.statement.lineno)
+            raise PlaceError(f"`{name}`, which the seam sets, is not set on every path before", site.statement.lineno)
     for name in sorted(names_of(insertions.parsed(seam)) - stores - {"seams", insertions.HOLE}):
         has_value = name in bound or (name in seam.by_loops and name in by_loops)
         if not has_value and not _is_outer(source, scope, name):
-            raise Unplaceable(f"`{name}`, which the seam reads, is not set on every path before", site.statement.lineno)
+            raise PlaceError(f"`{name}`, which the seam reads, is not set on every path before", site.statement.lineno)
 
 
 def _stores(seam: Seam) -> frozenset[str]:
@@ -268,7 +268,7 @@ def _module_names(source: Source) -> frozenset[str]:
 def _check_own_name(source: Source, scope: Scope) -> None:
     """`seams` means our module: nothing else in the function has that name."""
     if any("seams" in local_names(function) for function in scope.functions):
-        raise Unplaceable(f"{scope.name} has a name `seams` of its own", scope.body[0].lineno)
+        raise PlaceError(f"{scope.name} has a name `seams` of its own", scope.body[0].lineno)
 
 
 def _in_order(placements: Iterable[Placement]) -> Iterable[Placement]:
@@ -279,7 +279,7 @@ def _in_order(placements: Iterable[Placement]) -> Iterable[Placement]:
         if placement.state is State.PLACED and placement.seam.where is not Where.INTO:
             if before and placement.insertions[0].offset < before.insertions[0].offset:
                 reason = f"it stands before {before.seam.name}, in every known release after it"
-                placement = Placement(placement.seam, State.CHANGED, placement.line, reason)  # noqa: PLW2901
+                placement = Placement(placement.seam, State.CHANGED, placement.line, reason)
             else:
                 last[placement.seam.function] = placement
         yield placement
