@@ -131,7 +131,7 @@ def _own_line(source: Source, statement: ast.stmt) -> str:
     start = source.start_of_line(statement.lineno)
     indent = source.data[start : source.start(statement)]
     end = statement.end_lineno or statement.lineno
-    rest = source.data[source.end(statement) : source.start_of_line(end) + len(source.line(end))]
+    rest = source.data[source.end(statement) : source.start_of_line(end + 1)]
     if indent.strip() or not (rest.strip() == b"" or rest.lstrip().startswith(b"#")):
         raise PlaceError("it shares its line with another statement", statement.lineno)
     return indent.decode()

@@ -39,10 +39,11 @@ def known_json(files: Iterable[Placed]) -> str:
 
 
 def nearest_release(version: str) -> str:
-    """The release with diffs that is nearest to a version: the newest that is not newer, else the oldest."""
-    supported = supported_versions()
-    older = [release for release in supported if Version(release) <= Version(version)]
-    return older[-1] if older else supported[0]
+    """The release with diffs that is nearest: of the same minor release, else the newest before it, else the oldest."""
+    supported, asked = supported_versions(), Version(version)
+    same = [release for release in supported if Version(release).release[:2] == asked.release[:2]]
+    older = [release for release in supported if Version(release) <= asked]
+    return (same or older or [supported[0]])[-1]
 
 
 def known_seams(release: str, patches: Path | None = None) -> dict[str, Known]:

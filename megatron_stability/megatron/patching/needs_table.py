@@ -1,4 +1,4 @@
-"""The attributes of Megatron's objects that the adapter reads, by class, and what else it can't read from our source."""
+"""The attributes of Megatron's objects that the adapter reads, by class, and where its arguments are declared."""
 
 from __future__ import annotations
 
@@ -19,6 +19,12 @@ _OPTIMIZER = "megatron.core.optimizer.optimizer"
 _DISTRIBUTED = "megatron.core.optimizer.distrib_optimizer"
 _DDP = "megatron.core.distributed"
 
+_ATTENTION = "megatron.core.transformer.attention"
+_LATENT = "megatron.core.transformer.multi_latent_attention"
+_CORE = "megatron.core.transformer.dot_product_attention"
+_BUFFERS = "megatron.core.distributed.param_and_grad_buffer"
+_RERUN = "megatron.core.rerun_state_machine"
+
 ATTRIBUTES = (
     Attributes(_OPTIMIZER, "ChainedOptimizer", ("chained_optimizers",), "megatron/access/master_weights.py"),
     Attributes(_OPTIMIZER, "MegatronOptimizer", ("param_groups", "config"), "megatron/access/optimizer_state.py"),
@@ -32,20 +38,50 @@ ATTRIBUTES = (
         "megatron/access/master_weights.py",
     ),
     Attributes(
-        _DDP, "DistributedDataParallel", ("buffers", "expert_parallel_buffers"), "megatron/access/optimizer_state.py"
-    ),
-    Attributes(
-        "megatron.core.distributed.param_and_grad_buffer",
-        "_ParamAndGradBuffer",
-        ("grad_data", "param_index_map"),
+        _DDP,
+        "DistributedDataParallel",
+        ("buffers", "expert_parallel_buffers"),
         "megatron/access/optimizer_state.py",
     ),
+    Attributes(_DDP, "DistributedDataParallel", ("remove_forward_pre_hook_handles",), "megatron/checkpoint/rewind.py"),
+    Attributes(_BUFFERS, "_ParamAndGradBuffer", ("grad_data",), "megatron/access/optimizer_state.py"),
+    Attributes(_BUFFERS, "_ParamAndGradBuffer", ("param_index_map",), "megatron/access/master_weights.py"),
+    Attributes(_RERUN, "RerunStateMachine", ("should_run_forward_backward",), "megatron/access/data_iterators.py"),
+    Attributes(_RERUN, "RerunDataIterator", ("iterable",), "megatron/observers/batches.py"),
     Attributes(
-        "megatron.core.rerun_state_machine",
-        "RerunStateMachine",
-        ("should_run_forward_backward", "current_iteration"),
-        "megatron/access/data_iterators.py",
+        "megatron.core.optimizer_param_scheduler",
+        "OptimizerParamScheduler",
+        ("num_steps", "state_dict", "load_state_dict"),
+        "megatron/checkpoint/snapshot.py",
     ),
+    Attributes(
+        _ATTENTION,
+        "SelfAttention",
+        ("hidden_size_per_attention_head", "q_layernorm", "k_layernorm", "config", "layer_number", "pg_collection"),
+        "megatron/attention/attention_layers.py",
+    ),
+    Attributes(_ATTENTION, "SelfAttention", ("core_attention", "attn_mask_type"), "megatron/attention/monitor.py"),
+    Attributes(_LATENT, "MLASelfAttention", ("softmax_scale",), "megatron/attention/attention_layers.py"),
+    Attributes(
+        "megatron.core.transformer.transformer_config",
+        "MLATransformerConfig",
+        (
+            *("q_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim", "num_query_groups"),
+            *("num_attention_heads", "layernorm_zero_centered_gamma"),
+        ),
+        "megatron/attention/attention_layers.py",
+    ),
+    Attributes(
+        _CORE,
+        "DotProductAttention",
+        (
+            *("scale_mask_softmax", "attn_mask_type", "hidden_size_per_partition"),
+            "num_attention_heads_per_partition",
+        ),
+        "megatron/attention/core_attention.py",
+    ),
+    Attributes("megatron.core.transformer.moe.router", "Router", ("gating",), "megatron/observers/experts.py"),
+    Attributes("megatron.core.transformer.moe.router", "TopKRouter", ("topk",), "megatron/observers/experts.py"),
 )
 
 # What the adapter itself puts on the arguments.

@@ -55,7 +55,7 @@ class PythonTree:
         return next((one for one in found if one is not None), None)
 
     def attributes(self, module: str, owner: str, depth: int = 0) -> frozenset[str] | None:
-        """Every attribute that a class or one of its bases in the tree sets or defines; None where there is no class."""
+        """Every attribute that a class or a base of it in the tree sets or defines; None where there is no class."""
         found = self.find(module, owner)
         if found is None or not isinstance(found.node, ast.ClassDef):
             return None

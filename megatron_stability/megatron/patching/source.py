@@ -74,9 +74,11 @@ class Source:
         except (SyntaxError, ValueError) as error:  # ValueError: a byte 0, or no UTF-8
             raise ContextError(f"{path} is no Python in UTF-8: {error}") from None
         self.lines = self.data.splitlines(keepends=True)  # of bytes: at "\n" and "\r\n" alone
-        self._starts = [0]
+        self._starts = [len(_BOM) if self.data.startswith(_BOM) else 0]
+        at = 0
         for line in self.lines:
-            self._starts.append(self._starts[-1] + len(line))
+            at += len(line)
+            self._starts.append(at)
 
     @cached_property
     def scopes(self) -> dict[str, list[Scope]]:
@@ -87,7 +89,7 @@ class Source:
         return found
 
     def start_of_line(self, number: int) -> int:
-        """The offset of a line's first byte; lines count from 1."""
+        """The offset of a line's first byte, behind a byte order mark; lines count from 1."""
         return self._starts[number - 1]
 
     def start(self, node: ast.expr | ast.stmt) -> int:
@@ -104,8 +106,7 @@ class Source:
         return self.lines[number - 1] if number <= len(self.lines) else b""
 
     def _offset(self, number: int, column: int) -> int:
-        bom = len(_BOM) if number == 1 and self.data.startswith(_BOM) else 0
-        return self._starts[number - 1] + bom + column
+        return self._starts[number - 1] + column
 
 
 def _scopes(node: ast.AST, prefix: str, around: tuple[Function, ...]) -> Iterator[Scope]:
