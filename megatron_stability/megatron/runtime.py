@@ -131,7 +131,8 @@ class Runtime:
         device = torch.device("cuda", torch.cuda.current_device()) if _on_gpu() else torch.device("cpu")
         group = dist.group.WORLD
         self.model, self.optimizer = model, optimizer
-        install_digest.compare(group, self.config, complaint=self._make_hooks(device) or self._open_ledger())
+        complaint = install_digest.missing_names() or self._make_hooks(device) or self._open_ledger()
+        install_digest.compare(group, self.config, complaint)
         self.rewinds.train_begins(
             (model, optimizer, opt_param_scheduler),
             self.ledger_folder(),
@@ -150,6 +151,8 @@ class Runtime:
         self._writers = MegatronWriters(self.host, self.config.record.tensorboard, curves)
         self.sinks.append(self._writers)
         print_rank_last(said(f"> megatron-stability: mode {self.config.mode}, ledger in {self.ledger_folder()}"))
+        if tree := install_digest.versions().get("megatron_tree"):
+            print_rank_last(f"> megatron-stability: {tree}")
 
     def _make_hooks(self, device: torch.device) -> str | None:
         """The complaint, if this rank has a layer that can't be hooked, is for every rank to raise."""

@@ -10,6 +10,7 @@ import torch
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.training import print_rank_0
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
@@ -18,6 +19,43 @@ from megatron_stability.megatron.attention.core_attention import CoreAttention
 from megatron_stability.numerics import block_mask
 from megatron_stability.numerics.config import Model
 from megatron_stability.numerics.softcap import flex_softcap_attention
+
+# A release after 0.19 has it (Megatron-LM pull request 6590), and passes it on to Transformer Engine.
+_MEGATRONS_OWN = "attn_logit_softcapping"
+
+
+def megatron_caps(model: Model, config: TransformerConfig) -> bool:
+    """Gives the cap to Megatron where its configuration has a field for it and Transformer Engine is to compute it.
+
+    The local kernel stays ours: QK-clip reads its logits before the cap.
+
+    Args:
+        model: the settings, with an attention softcap.
+        config: the model's configuration; its field is set.
+
+    Returns:
+        Whether Megatron caps the logits, so that nothing else may.
+
+    Raises:
+        UsageError: the field holds another cap.
+    """
+    engine = config.transformer_impl == "transformer_engine" and model.attention_softcap_kernel == "auto"
+    theirs = getattr(config, _MEGATRONS_OWN, None)
+    if theirs is not None and (not engine or theirs != model.attention_softcap):
+        raise UsageError(
+            f"--stability-model-attention-softcap {model.attention_softcap} with Megatron's own {_MEGATRONS_OWN} "
+            f"{theirs}: the logits would be capped twice; drop one of them"
+        )
+    if not engine or not hasattr(config, _MEGATRONS_OWN):
+        return False
+    setattr(config, _MEGATRONS_OWN, model.attention_softcap)
+    _say_once(f"> megatron-stability: attention softcap {model.attention_softcap} by Megatron's own {_MEGATRONS_OWN}")
+    return True
+
+
+@cache
+def _say_once(line: str) -> None:
+    print_rank_0(line)
 
 
 def softcap_attention(model: Model, config: TransformerConfig) -> Any:
