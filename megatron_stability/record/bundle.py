@@ -175,6 +175,7 @@ class Bundles:
         for path in bundles(self._folder)[: -self._limits.max_bundles]:
             hidden = path.with_name(f".removed-{path.name.removeprefix('incident-')}")
             path.rename(hidden)
+            _sync(self._folder)  # before its files go: a name that came back would be of half a bundle
             shutil.rmtree(hidden)
 
 

@@ -210,7 +210,7 @@ class Ledger:
 def _open(path: Path, flags: int) -> int:
     """A regular file in an existing or new folder; a symbolic link is refused, so nothing lands elsewhere."""
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        _make(path.parent)
         descriptor = os.open(path, os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK | flags, 0o644)
     except OSError as error:
         raise UsageError(
@@ -220,6 +220,14 @@ def _open(path: Path, flags: int) -> int:
         os.close(descriptor)
         raise UsageError(f"{path}: is not a regular file; give another --stability-record-dir")
     return descriptor
+
+
+def _make(folder: Path) -> None:
+    """A folder whose name, and those of the folders made for it, outlive a loss of power."""
+    if not folder.exists():
+        _make(folder.parent)
+        folder.mkdir(exist_ok=True)
+        _sync_folder(folder.parent)
 
 
 def _take(lock: int, path: Path) -> None:
