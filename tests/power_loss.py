@@ -1,9 +1,9 @@
 """What a loss of power leaves: a model of a disk that forgets what was not synced, or any part of it.
 
 `Disk(root)` watches what a block does below a folder: before each change of a name and after each fsync it works out
-which trees a machine that lost its power there may come up with. Of the changes since the last fsync any subset may have
-reached the disk: of a file's bytes none, all, half of what is new, or zeros in its place; of a folder's names each by
-itself, a rename at once. `Disk.trees` makes them, one after the other, for a test to look at.
+which trees a machine that lost its power there may come up with. Of the changes since the last fsync any subset may
+have reached the disk: of a file's bytes none, all, half of what is new, or zeros in its place; of a folder's names
+each by itself, a rename at once. `Disk.trees` makes them, one after the other, for a test to look at.
 
 A kill keeps the page cache, so killing a process shows none of this.
 """

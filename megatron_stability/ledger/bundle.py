@@ -27,6 +27,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from megatron_stability.config import Record
 from megatron_stability.errors import UsageError
+from megatron_stability.files import sync_folder
 from megatron_stability.ledger.entries import StepEntry, step_entry, strict
 from megatron_stability.records import PASSED_OVER, Decision, StepRecord
 
@@ -150,7 +151,7 @@ class Bundles:
             _write(hidden / JSON, text)
             if tensors:
                 _write(hidden / TENSORS, tensors)
-            _sync(hidden)
+            sync_folder(hidden)
             names = itertools.chain([name], (f"{name}-{number}" for number in itertools.count(2)))
             # a name is taken only where a ledger was moved away and its generations began anew
             free = next(one for one in names if not os.path.lexists(self._folder / one))
@@ -158,7 +159,7 @@ class Bundles:
         except BaseException:
             shutil.rmtree(hidden)
             raise
-        _sync(self._folder)
+        sync_folder(self._folder)
 
     def _serialized(self, record: StepRecord, limit: int) -> tuple[bytes, list[str]]:
         tensors = self._tensors(record) if self._tensors else {}
@@ -175,7 +176,7 @@ class Bundles:
         for path in bundles(self._folder)[: -self._limits.max_bundles]:
             hidden = path.with_name(f".removed-{path.name.removeprefix('incident-')}")
             path.rename(hidden)
-            _sync(self._folder)  # before its files go: a name that came back would be of half a bundle
+            sync_folder(self._folder)  # before its files go: a name that came back would be of half a bundle
             shutil.rmtree(hidden)
 
 
@@ -285,11 +286,3 @@ def _write(path: Path, data: bytes) -> None:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
-
-
-def _sync(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

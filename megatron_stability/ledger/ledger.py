@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from megatron_stability.errors import UsageError
+from megatron_stability.files import make_folder, sync_folder
 from megatron_stability.ledger.entries import (
     FILE,
     SCHEMA,
@@ -128,7 +129,7 @@ class Ledger:
             )
         )
         self.flush()
-        _sync_folder(self._path.parent)
+        sync_folder(self._path.parent)
 
     def write(self, record: StepRecord, decision: Decision) -> None:
         """Append one finished step; on stable storage before it returns unless the step was a plain APPLY.
@@ -210,7 +211,7 @@ class Ledger:
 def _open(path: Path, flags: int) -> int:
     """A regular file in an existing or new folder; a symbolic link is refused, so nothing lands elsewhere."""
     try:
-        _make(path.parent)
+        make_folder(path.parent)
         descriptor = os.open(path, os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK | flags, 0o644)
     except OSError as error:
         raise UsageError(
@@ -220,14 +221,6 @@ def _open(path: Path, flags: int) -> int:
         os.close(descriptor)
         raise UsageError(f"{path}: is not a regular file; give another --stability-record-dir")
     return descriptor
-
-
-def _make(folder: Path) -> None:
-    """A folder whose name, and those of the folders made for it, outlive a loss of power."""
-    if not folder.exists():
-        _make(folder.parent)
-        folder.mkdir(exist_ok=True)
-        _sync_folder(folder.parent)
 
 
 def _take(lock: int, path: Path) -> None:
@@ -250,14 +243,6 @@ def _read_all(file: int) -> bytes:
     with os.fdopen(os.dup(file), "rb") as stream:
         stream.seek(0)
         return stream.read()
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _close(ledger: Ledger | None) -> None:

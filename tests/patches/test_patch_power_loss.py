@@ -1,4 +1,4 @@
-"""After a loss of power at any moment each file of a patched tree is stock or patched, and `revert` brings stock back."""
+"""After a loss of power at any moment each file of a tree is stock or patched, and `revert` brings stock back."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""After a loss of power at any moment: what was promised is there, and what is there is whole or says that it is not."""
+"""After a loss of power at any moment: what was promised is there, and what is there is whole or says it is not."""
 
 from __future__ import annotations
 
@@ -6,15 +6,16 @@ import json
 from pathlib import Path
 
 import pytest
-from checkpoint_maker import complete, draft
 
+from megatron_stability.checkpoints import generations, manifest
 from megatron_stability.config import Record
-from megatron_stability.record import generations, manifest
-from megatron_stability.record.bundle import Bundles, Context, bundles, read_bundle, read_tensors
-from megatron_stability.record.entries import EndEntry, SaveEntry, read
-from megatron_stability.record.ledger import Ledger, RunInfo
+from megatron_stability.files import write_atomically
+from megatron_stability.ledger.bundle import Bundles, Context, bundles, read_bundle, read_tensors
+from megatron_stability.ledger.entries import EndEntry, SaveEntry, read
+from megatron_stability.ledger.ledger import Ledger, RunInfo
 from megatron_stability.records import Action, Decision, StepRecord
 from tests.power_loss import Disk
+from tests.unit.checkpoints.checkpoint_maker import complete, draft
 
 INFO = RunInfo(mode="act", versions={}, layout={})
 
@@ -31,10 +32,11 @@ def test_the_model_forgets_what_was_not_synced(tmp_path: Path) -> None:
     with Disk(root).watched() as disk:
         (root / "a").write_bytes(b"12")
         disk.promised.append("a")
-    found = {tree.joinpath("a").read_bytes() if (tree / "a").exists() else None for tree, _ in disk.trees(tmp_path / "t")}
+    files = (tree / "a" for tree, _ in disk.trees(tmp_path / "t"))
+    found = {file.read_bytes() if file.exists() else None for file in files}
     assert found == {None, b"", b"1", b"\0\0", b"12"}
     with Disk(root).watched() as disk:
-        manifest.write_atomically(root / "a", b"34")
+        write_atomically(root / "a", b"34")
         disk.promised.append("a")
     kept = {((tree / "a").read_bytes(), promised) for tree, promised in disk.trees(tmp_path / "t")}
     assert kept == {(b"12", ()), (b"34", ()), (b"34", ("a",))}
