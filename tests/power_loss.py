@@ -52,16 +52,21 @@ class Moment:
 
 @dataclass
 class Disk:
-    """Watches a folder; everything in it counts as synced at first. `promised` is what a test adds to as it goes."""
+    """Watches a folder; everything in it counts as synced at first."""
 
     root: Path
-    promised: list[str] = field(default_factory=list)
     moments: list[Moment] = field(default_factory=list)
+    _promised: tuple[str, ...] = ()
     _synced: Names = field(default_factory=dict)
     _synced_bytes: Bytes = field(default_factory=dict)
     _open: dict[int, int] = field(default_factory=dict)  # of every inode seen: one that is open is not given out again
     _busy: threading.RLock = field(default_factory=threading.RLock)
     _inside: bool = False
+
+    def promise(self, what: str) -> None:
+        """From here on, the machine may die at any moment and `what` must hold."""
+        self._promised = (*self._promised, what)
+        self.look()
 
     def look(self, synced: int | None = None) -> None:
         """Remember this moment; `synced` is the inode that an fsync has just put on the disk."""
@@ -76,7 +81,7 @@ class Disk:
                 elif synced is not None and synced in contents:
                     self._synced_bytes[synced] = contents[synced]
                 self.moments.append(
-                    Moment(dict(self._synced), names, dict(self._synced_bytes), contents, tuple(self.promised))
+                    Moment(dict(self._synced), names, dict(self._synced_bytes), contents, self._promised)
                 )
             finally:
                 self._inside = False

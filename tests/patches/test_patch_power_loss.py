@@ -28,7 +28,7 @@ def test_each_file_is_whole_and_the_tree_can_be_brought_back(
         apply(root, patches)
     with Disk(root).watched() as disk:
         (revert if back else apply)(root, patches)
-        disk.promised.append("done")
+        disk.promise("done")
     for tree, promised in disk.trees(tmp_path / "t"):
         found = files(tree)
         assert all(found[path] in (text, NEW[path]) for path, text in BYTES.items())

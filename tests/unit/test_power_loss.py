@@ -31,13 +31,13 @@ def test_the_model_forgets_what_was_not_synced(tmp_path: Path) -> None:
     root.mkdir()
     with Disk(root).watched() as disk:
         (root / "a").write_bytes(b"12")
-        disk.promised.append("a")
+        disk.promise("a")
     files = (tree / "a" for tree, _ in disk.trees(tmp_path / "t"))
     found = {file.read_bytes() if file.exists() else None for file in files}
     assert found == {None, b"", b"1", b"\0\0", b"12"}
     with Disk(root).watched() as disk:
         write_atomically(root / "a", b"34")
-        disk.promised.append("a")
+        disk.promise("a")
     kept = {((tree / "a").read_bytes(), promised) for tree, promised in disk.trees(tmp_path / "t")}
     assert kept == {(b"12", ()), (b"34", ()), (b"34", ("a",))}
 
@@ -50,17 +50,17 @@ def test_a_ledger_keeps_what_it_was_told_to_keep(tmp_path: Path) -> None:
     root.mkdir()
     with Disk(root).watched() as disk:
         ledger = Ledger.open(root / "new" / "stability", resume_step=0, resume_sample=0, run_info=INFO)
-        disk.promised.append("run 1")
+        disk.promise("run 1")
         for step, action in ((1, Action.APPLY), (2, Action.SKIP), (3, Action.APPLY)):
             ledger.write(*finished(step, action))
-        disk.promised.append("step 2")
+        disk.promise("step 2")
         ledger.saving(3)
-        disk.promised.append("save 3")
+        disk.promise("save 3")
         ledger.rewind(2, 16, "loss")
-        disk.promised.append("undo 2")
+        disk.promise("undo 2")
         ledger.write(*finished(3))
         ledger.ending(3, 18, "halt")
-        disk.promised.append("end 3")
+        disk.promise("end 3")
         ledger.close()
     seen = set()
     for tree, promised in disk.trees(tmp_path / "t"):
@@ -83,7 +83,7 @@ def test_a_ledger_that_is_closed_has_every_step(tmp_path: Path) -> None:
     with Disk(tmp_path / "l").watched() as disk:
         with Ledger.open(tmp_path / "l", resume_step=0, resume_sample=0, run_info=INFO) as ledger:
             ledger.write(*finished(1))
-        disk.promised.append("closed")
+        disk.promise("closed")
     steps = {len(read(tree).steps) for tree, promised in disk.trees(tmp_path / "t") if promised}
     assert steps == {1}
 
@@ -105,7 +105,7 @@ def test_whatever_bears_a_bundles_name_is_whole(tmp_path: Path) -> None:
     with Disk(root).watched() as disk:
         for step in (1, 2, 3, 4):
             sink.write(*finished(step, Action.SKIP))
-            disk.promised.append(f"incident-{step}-g1")
+            disk.promise(f"incident-{step}-g1")
     for tree, promised in disk.trees(tmp_path / "t"):
         there = bundles(tree)
         for path in there:
@@ -139,9 +139,9 @@ def test_a_save_is_whole_or_without_its_marker_and_the_tracker_comes_after_it(tm
     with Disk(root).watched() as disk:
         folder = small(root, 10)
         mark(folder, 10)
-        disk.promised.append("complete")
+        disk.promise("complete")
         generations.write_tracker(root, 10)
-        disk.promised.append("tracker")
+        disk.promise("tracker")
     states = set()
     for tree, promised in disk.trees(tmp_path / "t"):
         found = {each.step: each.state for each in generations.generations(tree, full=True)}
@@ -163,7 +163,7 @@ def test_a_folder_that_is_written_anew_is_never_taken_for_what_it_was(tmp_path: 
         manifest.begin(folder)
         small(root, 5, b"new")
         mark(folder, 5)
-        disk.promised.append("complete")
+        disk.promise("complete")
     for tree, promised in disk.trees(tmp_path / "t"):
         found = generations.generation(tree / folder.name, full=True)
         assert found.state in ("complete", "incomplete"), str(found)
@@ -188,7 +188,7 @@ def test_retention_leaves_whole_generations_only(tmp_path: Path) -> None:
     small(root, 3)
     with Disk(root).watched() as disk:
         assert [path.name for path in generations.retire(root, 1)] == ["iter_0000002", "iter_0000001", "iter_0000003"]
-        disk.promised.append("gone")
+        disk.promise("gone")
     for tree, promised in disk.trees(tmp_path / "t"):
         found = {each.step: each.state for each in generations.generations(tree, full=True)}
         assert found[4] == "complete"
@@ -203,9 +203,9 @@ def test_evidence_stays_marked_and_set_aside(tmp_path: Path) -> None:
     folder = complete(root, 5)
     with Disk(root).watched() as disk:
         generations.mark_suspect(folder, "NaN")
-        disk.promised.append("marked")
+        disk.promise("marked")
         aside = generations.set_aside(folder)
-        disk.promised.append("aside")
+        disk.promise("aside")
     assert aside is not None
     for tree, promised in disk.trees(tmp_path / "t"):
         (found,) = generations.generations(tree, full=True)

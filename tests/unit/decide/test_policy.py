@@ -384,7 +384,7 @@ def test_a_halt_gives_nothing_back_and_uses_nothing_up() -> None:
     for config in (Decide(max_consecutive_skips=2), Decide(max_skips_per_1000_steps=2)):
         policy = TablePolicy(config, "act")
         assert run(policy, [True] * 5) == [Action.SKIP] * 2 + [Action.HALT] * 3
-    assert run(policy, [False] * 995 + [True])[-1] is Action.HALT  # the first skip is 1000 steps ago, the second 999
+    assert run(policy, [False] * 994 + [True])[-1] is Action.HALT  # the first skip is 999 steps ago
     assert run(policy, [True])[-1] is Action.SKIP
     rewinding = TablePolicy(Decide(rules=(rule("loss_spike", Tier.LARGE, **BACK),), max_rewinds=0), "act")
     for _ in range(2):

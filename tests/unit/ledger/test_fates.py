@@ -223,7 +223,7 @@ def test_ranges_within_ranges_are_repeated_and_nothing_behind_them_is_lost(tmp_p
     ]
     assert "trained in step 1 (generation 1) and trained in step 3 (generation 1)" in found[1].message
     assert "between step 1 and step 5" in found[3].message
-    assert count(fates(read(tmp_path))) == {"trained": 22, "skipped": 0, "undone": 0}
+    assert count(fates(read(tmp_path))) == {"trained": 20, "skipped": 0, "undone": 0}
 
 
 def test_a_ledger_answers_for_what_a_rewind_took_it_back_to(tmp_path):
