@@ -225,8 +225,9 @@ def write(folder: Path, manifest: Manifest) -> None:
     """
     text = json.dumps(strict(manifest.model_dump(mode="json")), allow_nan=False, indent=1, sort_keys=True).encode()
     begin(folder)
-    for inner in {(folder / name).parent for name in manifest.files} | {folder}:
-        files.sync_folder(inner)
+    inside = {folder / parent for name in manifest.files for parent in PurePosixPath(name).parents}
+    for each in inside | {folder, folder.parent}:  # a folder is named in the one around it
+        files.sync_folder(each)
     files.write_atomically(folder / MANIFEST, text)
     files.write_atomically(folder / MARKER, _seal(text))
 
