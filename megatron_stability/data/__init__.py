@@ -1,0 +1,1 @@
+"""Data files: made from text, judged, and told from others. No Megatron."""
