@@ -1,1 +1,1 @@
-"""Data files: made from text, judged, and told from others. No Megatron."""
+"""Text into Megatron's data files, each document with its source; Megatron's writer is handed in."""

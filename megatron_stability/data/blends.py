@@ -1,4 +1,4 @@
-"""Which data sets a run's flags name: blends with weights, for all splits or for each, in the flags or in list files."""
+"""Which data sets a run's flags name: blends with weights, for all splits or for each, in flags or in list files."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PER_SPLIT = ("train", "valid", "test")
 
 
 @dataclass(frozen=True)
-class Source:
+class DataSet:
     """One data set of a blend.
 
     Attributes:
@@ -30,7 +30,7 @@ class Source:
     weight: float | None
 
 
-def sources(args: Any) -> list[Source]:
+def data_sets(args: Any) -> list[DataSet]:
     """The data sets in the order of the blends, as Megatron reads the same flags.
 
     Args:
@@ -59,13 +59,13 @@ def sources(args: Any) -> list[Source]:
     return found
 
 
-def _blend(flag: str, split: str, words: Sequence[str]) -> list[Source]:
+def _blend(flag: str, split: str, words: Sequence[str]) -> list[DataSet]:
     """Pairs of weight and prefix where all first words of the pairs are numbers; else every word is a prefix."""
     words = [str(word).strip() for word in words]
     weights = [_weight(word) for word in words[::2]]
     if len(words) % 2 or None in weights:
-        return [Source(flag, split, prefix, None) for prefix in words]
-    return [Source(flag, split, prefix, weight) for weight, prefix in zip(weights, words[1::2], strict=True)]
+        return [DataSet(flag, split, prefix, None) for prefix in words]
+    return [DataSet(flag, split, prefix, weight) for weight, prefix in zip(weights, words[1::2], strict=True)]
 
 
 def _weight(word: str) -> float | None:
@@ -75,16 +75,16 @@ def _weight(word: str) -> float | None:
         return None
 
 
-def _per_split(flag: str, file: str) -> list[Source]:
+def _per_split(flag: str, file: str) -> list[DataSet]:
     try:
         blends = json.loads(_text(flag, file))
         by_split = [(split, blends[split]) for split in PER_SPLIT]
     except (ValueError, KeyError, TypeError) as error:
         raise UsageError(f"{flag} {file}: is not a JSON object with train, valid and test ({error!r})") from None
     return [
-        source
+        data_set
         for split, blend in by_split
-        for source in _blend(flag, split, blend.split() if isinstance(blend, str) else blend or [])
+        for data_set in _blend(flag, split, blend.split() if isinstance(blend, str) else blend or [])
     ]
 
 

@@ -1,12 +1,12 @@
 """What a data set's files hold, in a few reads: enough to tell them from others, and to know ids beyond a vocabulary.
 
-Of the index every byte is hashed. Of the tokens `BLOCKS` blocks of `BLOCK` bytes are, one at a fixed place in each of as
-many equal parts of the file; a file that is no longer than all blocks is hashed whole. Beside them stands the SHA-256 of
-all tokens, where the sidecar `PREFIX.meta.json` has it and is of this index. So
+Of the index every byte is hashed. Of the tokens `BLOCKS` blocks of `BLOCK` bytes are, one at a fixed place in each of
+as many equal parts of the file; a file that is no longer than all blocks is hashed whole. Beside them stands the
+SHA-256 of all tokens, where the sidecar `PREFIX.meta.json` has it and is of this index. So
 
-    another size, another index, a file with other content throughout      is found,
-    a stretch of a share p >= 2/BLOCKS of the file                          is found,
-    any change within a share p of the file, wherever                       is found with probability >= 1 - (1-p)^BLOCKS
+    another size, another index, a file with other content throughout    is found,
+    a stretch of a share p >= 2/BLOCKS of the file                        is found,
+    a change of a share p of the file, wherever                           is found with probability >= 1 - (1-p)^BLOCKS
 
 with 1 - (1-p)^128 = 0.72 at p = 1 %, 0.99 at 3.6 %. Times of files are no evidence and are not looked at.
 """
@@ -16,7 +16,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -24,11 +24,11 @@ from typing import Any
 import numpy as np
 import xxhash
 
+from megatron_stability.checkpoints.manifest import DataFile
 from megatron_stability.data import index as indexes
-from megatron_stability.data.blends import Source
+from megatron_stability.data.blends import DataSet
 from megatron_stability.data.index import Index
 from megatron_stability.errors import UsageError
-from megatron_stability.record.manifest import DataFile
 
 BLOCKS = 128
 BLOCK = 4096
@@ -56,11 +56,11 @@ class Look:
     smallest_id: int
 
 
-def look(source: Source) -> Look:
+def look(data_set: DataSet) -> Look:
     """Read and judge one data set.
 
     Args:
-        source: which.
+        data_set: which.
 
     Returns:
         Its fingerprint, and ids.
@@ -69,14 +69,14 @@ def look(source: Source) -> Look:
         UsageError: its files are missing, damaged or cut short.
         OSError: they can't be read.
     """
-    index = indexes.read(source.flag, source.prefix)
+    index = indexes.read(data_set.flag, data_set.prefix)
     index.refuse_wrong_sizes()
     sidecar = _sidecar(index)
     digest, largest, smallest = _sampled(index)
     file = DataFile(
-        split=source.split,
-        weight=source.weight,
-        prefix=source.prefix,
+        split=data_set.split,
+        weight=data_set.weight,
+        prefix=data_set.prefix,
         size=index.size,
         index=_hash(index, xxhash.xxh3_128()),
         blocks=digest,
@@ -85,19 +85,19 @@ def look(source: Source) -> Look:
     return Look(index, file, max(largest, int(sidecar.get(LARGEST, -1))), smallest)
 
 
-def look_at_all(sources: Sequence[Source]) -> list[Look]:
+def look_at_all(data_sets: Sequence[DataSet]) -> list[Look]:
     """`look` at each, in parallel threads: reading and hashing leave Python's lock.
 
     Args:
-        sources: in the order of the blends.
+        data_sets: in the order of the blends.
 
     Returns:
         In the same order.
     """
-    if not sources:
+    if not data_sets:
         return []
-    with ThreadPoolExecutor(min(THREADS, len(sources))) as pool:
-        return list(pool.map(look, sources))
+    with ThreadPoolExecutor(min(THREADS, len(data_sets))) as pool:
+        return list(pool.map(look, data_sets))
 
 
 def places(size: int) -> list[tuple[int, int]]:
@@ -110,7 +110,7 @@ def places(size: int) -> list[tuple[int, int]]:
     found = []
     for at in range(BLOCKS):
         first, end = at * size // BLOCKS, (at + 1) * size // BLOCKS - BLOCK
-        offset = first + xxhash.xxh64_intdigest(f"{size}:{at}") % max(1, end - first + 1)
+        offset = first + xxhash.xxh64_intdigest(f"{size}:{at}".encode()) % max(1, end - first + 1)
         found.append((min(offset // 8 * 8, size - BLOCK), BLOCK))
     return found
 
@@ -181,7 +181,7 @@ def _change(was: DataFile, now: DataFile) -> str | None:
     return None if now.weight == was.weight else f"{now.prefix} had weight {was.weight} and has {now.weight}"
 
 
-def first_beyond(index: Index, vocab_size: int, until: float, clock: Any) -> int | None:
+def first_beyond(index: Index, vocab_size: int, until: float, clock: Callable[[], float]) -> int | None:
     """The first id that is no token of the vocabulary, by reading all of the file.
 
     Args:

@@ -1,6 +1,7 @@
 """What a data set's index says of it: `PREFIX.idx` beside the tokens in `PREFIX.bin`.
 
-    magic 9 | version 8 | dtype code 1 | S sequences 8 | D document marks 8 | S sizes int32 | S byte offsets int64 | D marks int64
+    magic, 9 bytes | version, 8 | dtype code, 1 | S sequences, 8 | D document marks, 8
+    S sizes int32 | S byte offsets int64 | D marks int64
 
 The format is that of megatron/core/datasets/indexed_dataset.py.
 """
@@ -22,7 +23,7 @@ MAGIC = b"MMIDIDX\x00\x00"
 HEAD = 34  # bytes before the sizes
 _SIZE, _OFFSET, _MARK = 4, 8, 8
 DTYPES: Mapping[int, np.dtype[np.generic]] = MappingProxyType(
-    {code: np.dtype(name) for code, name in enumerate("u1 i1 i2 i4 i8 f8 f4 u2".split(), 1)}
+    {code: np.dtype(name) for code, name in enumerate(["u1", "i1", "i2", "i4", "i8", "f8", "f4", "u2"], 1)}
 )
 
 

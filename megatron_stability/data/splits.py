@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
-from megatron_stability.data.blends import PER_SPLIT, Source
+from megatron_stability.data.blends import PER_SPLIT, DataSet
 from megatron_stability.data.index import Index
 from megatron_stability.errors import UsageError
 
@@ -59,11 +59,11 @@ def fitting(documents: int) -> str:
     return f"{documents - valid - test},{valid},{test}"
 
 
-def refuse_empty(sources: Sequence[Source], indexes: Mapping[str, Index], split: str | None) -> None:
+def refuse_empty(data_sets: Sequence[DataSet], indexes: Mapping[str, Index], split: str | None) -> None:
     """Every split that is built must have a token.
 
     Args:
-        sources: the run's data sets.
+        data_sets: the run's data sets.
         indexes: by prefix.
         split: of those that serve all splits; None for Megatron's own.
 
@@ -71,24 +71,26 @@ def refuse_empty(sources: Sequence[Source], indexes: Mapping[str, Index], split:
         UsageError: names the split, the data set and its documents, and a split that fits.
     """
     for name in PER_SPLIT:
-        serving = [source for source in sources if source.split in (name, "all")]
-        parts = {source: _part(source, indexes[source.prefix], name, split) for source in serving}
-        built = {source: part for source, part in parts.items() if part is not None}
+        serving = [data_set for data_set in data_sets if data_set.split in (name, "all")]
+        parts = {data_set: _part(data_set, indexes[data_set.prefix], name, split) for data_set in serving}
+        built = {data_set: part for data_set, part in parts.items() if part is not None}
         empty = [each for each, part in built.items() if not indexes[each.prefix].tokens(part.start, part.stop)]
         # Of several sets without weights Megatron takes what each has, so that one may be empty.
         if empty and (empty[0].weight is not None or len(empty) == len(built)):
             raise UsageError(_says(empty[0], indexes[empty[0].prefix], name, split))
 
 
-def _part(source: Source, index: Index, name: str, split: str | None) -> range | None:
+def _part(data_set: DataSet, index: Index, name: str, split: str | None) -> range | None:
     whole = range(index.sequences)
-    return whole if source.split != "all" else ranges(split or DEFAULT, len(whole))[name]
+    return whole if data_set.split != "all" else ranges(split or DEFAULT, len(whole))[name]
 
 
-def _says(source: Source, index: Index, name: str, split: str | None) -> str:
+def _says(data_set: DataSet, index: Index, name: str, split: str | None) -> str:
     has = f"{index.prefix} has {index.sequences} document{'s' * (index.sequences != 1)}"
-    if source.split != "all" or not index.tokens(0, index.sequences):
-        return f"{source.flag}: the {NAMES[name]} split would be empty, for {has} and no token in them; give other data"
+    if data_set.split != "all" or not index.tokens(0, index.sequences):
+        return (
+            f"{data_set.flag}: the {NAMES[name]} split would be empty, for {has} and no token in them; give other data"
+        )
     return (
         f"--split {split or DEFAULT}: the {NAMES[name]} split would be empty, for {has}, and Megatron would wait for "
         f"ever; give --split {fitting(index.sequences)}"

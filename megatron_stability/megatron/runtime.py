@@ -26,20 +26,24 @@ from megatron_stability.act.scale import Scale
 from megatron_stability.config import StabilityConfig
 from megatron_stability.decide.policy import TablePolicy
 from megatron_stability.errors import EXIT_HALTED, EXIT_REWIND, UsageError
-from megatron_stability.megatron import incident, install_digest, optimizer_state, weight_hooks
-from megatron_stability.megatron.batch_monitor import skip_ahead
-from megatron_stability.megatron.checkpoint import Checkpoints
-from megatron_stability.megatron.held_out import HeldOutHook
-from megatron_stability.megatron.host import Host
+from megatron_stability.ledger.bundle import Bundles
+from megatron_stability.ledger.ledger import Ledger
+from megatron_stability.megatron import evidence
+from megatron_stability.megatron.access import optimizer_state
+from megatron_stability.megatron.access.host import Host
+from megatron_stability.megatron.checkpoint.checkpoints import Checkpoints
+from megatron_stability.megatron.checkpoint.rewind import Rewinds
+from megatron_stability.megatron.checkpoint.run_files import RunFiles
 from megatron_stability.megatron.model import init
-from megatron_stability.megatron.model.loss import HeadLoss, LogZHook, real_vocab_size
-from megatron_stability.megatron.rewind import Rewinds
+from megatron_stability.megatron.model.loss import HeadLoss, real_vocab_size
+from megatron_stability.megatron.observers import hooks as weight_hooks
+from megatron_stability.megatron.observers.batches import skip_ahead
+from megatron_stability.megatron.observers.log_z import LogZHook
+from megatron_stability.megatron.patching import install_digest
 from megatron_stability.megatron.run_info import bundle_context, run_info
-from megatron_stability.megatron.sinks import MegatronWriters
+from megatron_stability.megatron.writers import MegatronWriters
 from megatron_stability.observe.reduction import LocalSignals, Reduction, chained
 from megatron_stability.pipeline import Pipeline, Sink
-from megatron_stability.record.bundle import Bundles
-from megatron_stability.record.ledger import Ledger
 from megatron_stability.records import Action, Decision, StepRecord
 
 STATE_KEY = "megatron_stability"
@@ -59,6 +63,7 @@ class Runtime:
             host: the loop around the core; by default Megatron's own.
 
         Attributes:
+            files: the run's data and tokenizer files.
             host: as given.
             sinks: told of every finished step, on every rank; more may be appended before training begins.
             model: Megatron's list of model chunks, from `train_begins` on.
@@ -67,7 +72,8 @@ class Runtime:
         assert config.mode != "off", "mode off installs no runtime"
         self.config = config
         self._args, self.host = args, host or Host()
-        self.checkpoints = Checkpoints(config, args, self.host)
+        self.files = RunFiles(config, args)
+        self.checkpoints = Checkpoints(config, args, self.files, self.host)
         self.rewinds = Rewinds(config, args, self.checkpoints)
         self.sinks: list[Sink] = []
         self._ledger: Ledger | None = None
@@ -145,14 +151,9 @@ class Runtime:
         """The complaint, if this rank has a layer that can't be hooked, is for every rank to raise."""
         model = self.config.model
         try:
-            where = (
-                self.ledger_folder(),
-                self._args,
-                self.rewinds.data,
-                self.host,
-                lambda: self.checkpoints.extra_states,
-            )
-            self._weight_hooks = weight_hooks.build(self.config, self.model, self.optimizer, device, *where)
+            where = self.ledger_folder(), self._args, self.rewinds.data, self.host, self.files
+            loaded = lambda: self.checkpoints.extra_states  # noqa: E731
+            self._weight_hooks = weight_hooks.build(self.config, self.model, self.optimizer, device, *where, loaded)
             if self._args.iteration > 0:
                 self._load_hook_states()
             if model.changes_loss:
@@ -212,9 +213,7 @@ class Runtime:
 
     def evaluated(self, suffix: str, losses: dict[str, torch.Tensor]) -> None:
         """A validation set's losses, for the next step's record."""
-        for hook in self._weight_hooks:
-            if isinstance(hook, HeldOutHook):
-                hook.evaluated(suffix, losses)
+        weight_hooks.evaluated(self._weight_hooks, suffix, losses)
 
     def passes_over(self, data_iterator: Any) -> bool:
         """Draw and drop a step's samples if they are not to be trained on; the same on every rank."""
@@ -248,6 +247,7 @@ class Runtime:
         if optimizer_state.has_no_norm_of_its_own(optimizer):
             grad_norm = optimizer.get_grad_norm()  # collective over the optimizer's own group, as if it clipped
         record, decision = self._step = self._pipeline.decide(self._local(grad_norm))
+        weight_hooks.judge(self._weight_hooks, record)
         if decision.action in self._scales:
             factor, steps = decision.parameters["factor"], int(decision.parameters["steps"])
             self._scales[decision.action].begin(record.step, factor, steps)
@@ -267,7 +267,7 @@ class Runtime:
             assert self._forward_state is not None
             self._forward_state.restore()
             if self.config.record.batch and self.config.record.max_bundles:
-                self._evidence = incident.evidence(self.rewinds.data, record)
+                self._evidence = evidence.evidence(self.rewinds.data, record)
         elif not update_successful:
             reason = "the loss scaler backed off" if record.overflow else "Megatron itself withheld the update"
             decision = dataclasses.replace(decision, action=Action.SKIP, reason=reason)
@@ -289,7 +289,7 @@ class Runtime:
         """A halt leaves the loop before the step is counted; the last good checkpoint stays the newest. Collective."""
         if self._step is None or self._step[1].action not in (Action.REWIND, Action.HALT):
             if should_exit:
-                self._ending(exit_code, incident.RERUN_VERDICTS.get(exit_code, "Megatron's train_step asked for it"))
+                self._ending(exit_code, evidence.RERUN_VERDICTS.get(exit_code, "Megatron's train_step asked for it"))
             return should_checkpoint, should_exit, exit_code
         record, decision = self._step
         reason = decision.reason

@@ -20,6 +20,7 @@ from megatron.bridge.models.gpt_provider import (
     transformer_engine_layer_spec,
 )
 from megatron.bridge.training import train
+from megatron.bridge.training.callbacks import Callback
 from megatron.bridge.training.config import ConfigContainer, TensorInspectConfig
 from megatron.bridge.training.gpt_step import forward_step
 from megatron.bridge.training.mixed_precision import get_mixed_precision_config
@@ -28,13 +29,17 @@ from megatron.training import print_rank_0
 
 from megatron_stability.config import StabilityConfig
 from megatron_stability.errors import UsageError
-from megatron_stability.megatron import arguments, cpu, drills, layer_specs, seams, weight_hooks
-from megatron_stability.megatron.fp8_flags import refuse_inactive_fp8
-from megatron_stability.megatron.model import settings
+from megatron_stability.megatron import arguments, cpu
+from megatron_stability.megatron.access import handle
+from megatron_stability.megatron.fp8.flags import refuse_inactive_fp8
+from megatron_stability.megatron.model import layer_specs, settings
+from megatron_stability.megatron.observers import hooks
 from megatron_stability.megatron.runtime import Runtime
-from megatron_stability.nemo import describe, faults
+from megatron_stability.megatron.start import faults
+from megatron_stability.megatron.start.input_checks import check_data
+from megatron_stability.nemo import describe, injection
 from megatron_stability.nemo.bridge_args import BridgeArgs
-from megatron_stability.nemo.loop import BridgeHost, StabilityCallback
+from megatron_stability.nemo.loop import BridgeHost, DataCallback, StabilityCallback
 from megatron_stability.records import Action
 
 MANAGER = "megatron_stability.nemo.checkpoint_manager.StabilityCheckpointManager"
@@ -46,7 +51,7 @@ FP8_STATISTICS = ("underflows%", "scale_inv_min", "scale_inv_max", "mse")
 class Attached:
     """What goes into Bridge's `pretrain(container, forward_step, callbacks)`."""
 
-    callbacks: list[StabilityCallback]
+    callbacks: list[Callback]
     forward_step: Callable[..., Any]
     lines: tuple[str, ...]
 
@@ -56,7 +61,7 @@ class Attached:
 
     def close(self) -> None:
         """After `pretrain`, however it ended: complete the last checkpoint, close the ledger, forget the runtime."""
-        seams.uninstall()
+        handle.uninstall()
 
 
 def attach(container: ConfigContainer, stability: StabilityConfig, drill_fault: Sequence[str] = ()) -> Attached:
@@ -83,15 +88,18 @@ def attach(container: ConfigContainer, stability: StabilityConfig, drill_fault: 
         _refuse_unreadable_faults(args)
     lines = _set(stability, args)
     put_back = _lend(container, stability)
-    seams.install(Runtime(stability, args, host))
+    handle.install(Runtime(stability, args, host))
 
     def before_training() -> None:
         for line in lines:
             print_rank_0(f"> megatron-stability: {line}")
         put_back()
 
-    step = faults.inject(args) if drill_fault else forward_step
-    return Attached([StabilityCallback(args, before_training)], step, (*describe.active(stability, args), *lines))
+    step = injection.inject(args) if drill_fault else forward_step
+    callbacks: list[Callback] = [StabilityCallback(args, before_training)]
+    if container.train.num_epochs is None:
+        callbacks.append(DataCallback())
+    return Attached(callbacks, step, (*describe.active(stability, args), *lines))
 
 
 @contextlib.contextmanager
@@ -136,6 +144,7 @@ def refuse_inactive(container: ConfigContainer, stability: StabilityConfig) -> N
     with in_its_words(BridgeHost(args)):
         settings.refuse_what_cannot_work(stability, args)
         refuse_inactive_fp8(stability.fp8, stability.mode, args)
+        check_data(args)
 
 
 def _refuse_what_cannot_work(stability: StabilityConfig, args: BridgeArgs) -> None:
@@ -162,12 +171,12 @@ def _refuse_what_cannot_work(stability: StabilityConfig, args: BridgeArgs) -> No
     if container.peft is not None:
         raise UsageError("peft with stability: adapters are not covered; leave the section out, or stability.mode off")
     arguments.refuse_what_cannot_work(stability, args)
-    weight_hooks.refuse_what_cannot_work(stability, args)
+    hooks.refuse_what_cannot_work(stability, args)
 
 
 def _refuse_unreadable_faults(args: BridgeArgs) -> None:
     try:
-        drills.faults(args)
+        faults.faults(args)
     except ArgumentTypeError as error:
         raise UsageError(f"--drill-fault {error}") from None
 
