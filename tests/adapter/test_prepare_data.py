@@ -98,7 +98,8 @@ def test_the_sidecar_names_flags_under_which_megatron_agrees_on_the_ids(corpus, 
     )
     items, _ = read(tmp_path / "data")
     assert tokenizer.eod == summary.eod_id == int(items[0][-1])
-    assert max(int(item.max()) for item in items) < tokenizer.vocab_size
+    assert max(int(item.max()) for item in items) == meta["largest_id"] < tokenizer.vocab_size
+    assert flags["--split"] == "2,1,1", "Megatron's default would leave two of four documents' splits empty"
     for suffix, digest in meta["sha256"].items():
         assert hashlib.sha256((tmp_path / f"data{suffix}").read_bytes()).hexdigest() == digest
 
