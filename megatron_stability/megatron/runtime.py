@@ -289,7 +289,7 @@ class Runtime:
         """A halt leaves the loop before the step is counted; the last good checkpoint stays the newest. Collective."""
         if self._step is None or self._step[1].action not in (Action.REWIND, Action.HALT):
             if should_exit:
-                self._ending(exit_code, evidence.RERUN_VERDICTS.get(exit_code, "Megatron's train_step asked for it"))
+                self.ending(exit_code, evidence.RERUN_VERDICTS.get(exit_code, "Megatron's train_step asked for it"))
             return should_checkpoint, should_exit, exit_code
         record, decision = self._step
         reason = decision.reason
@@ -301,15 +301,16 @@ class Runtime:
                     self._ledger.rewind(self._args.iteration, self._args.consumed_train_samples, reason)
                 return False, False, 0
             if outcome == "restart":
-                self._ending(EXIT_REWIND, reason)
+                self.ending(EXIT_REWIND, reason)
                 return False, True, EXIT_REWIND
             reason = f"there is no complete checkpoint to rewind to; {reason}"
             print_rank_last(f" stability: step {record.step} HALT: {reason}")
-        self._ending(EXIT_HALTED, reason)
+        self.ending(EXIT_HALTED, reason)
         self.rewinds.halted(record.step, reason)
         return self.checkpoints.halted(record.step, reason), True, EXIT_HALTED
 
-    def _ending(self, code: int, reason: str) -> None:
+    def ending(self, code: int, reason: str) -> None:
+        """Why the run ends, into the ledger if it is open."""
         if self._ledger is not None:
             self._ledger.ending(self._args.curr_iteration, code, reason)
 

@@ -34,8 +34,11 @@ def _one_sentence(rank: int) -> Iterator[None]:
     try:
         yield
     except UsageError as error:
+        text = str(error)
+        if _slot.runtime is not None:
+            text = _slot.runtime.host.in_its_words(text)
+            _slot.runtime.ending(error.exit_code, text)
         if speaks(rank):
-            text = str(error) if _slot.runtime is None else _slot.runtime.host.in_its_words(str(error))
             print(f"megatron-stability: {text}", file=sys.stderr, flush=True)
         sys.exit(error.exit_code)
 

@@ -50,8 +50,8 @@ class VocabularyHook:
         places, named = list(inputs), dict(options)
         for name, place, least in FORWARD:
             ids = places[place] if place < len(places) else named.get(name)
-            if not isinstance(ids, torch.Tensor):
-                continue
+            if not isinstance(ids, torch.Tensor) or ids.dtype not in (torch.int64, torch.int32):
+                continue  # a stage without it, or another model's forward
             if place < len(places):
                 places[place] = self._within(ids, least)
             else:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 from pathlib import Path
 
@@ -11,8 +13,7 @@ import pytest
 from megatron_stability.checkpoints import generations
 from megatron_stability.data.fingerprint import places
 from megatron_stability.errors import EXIT_UNUSABLE
-from megatron_stability.records import Action
-from tests.dist.pool import Pool
+from tests.dist.pool import Context, Pool
 from tests.e2e import jobs
 from tests.e2e.incidents.test_resume_and_halt import Actions
 from tests.unit.data.maker import make
@@ -31,6 +32,13 @@ def hidden(prefix: Path, bad: int) -> str:
     return make(prefix, np.split(ids, 16))
 
 
+def train(context: Context, flags: tuple[str, ...]) -> tuple[int, list[tuple[int, str]], str]:
+    """The exit code, the steps and what was done with them, and what the rank said on standard error."""
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        code, steps = jobs.train(context, flags, Actions())
+    return code, [(step, action) for step, action, *_ in steps], said.getvalue()
+
+
 @pytest.mark.parametrize(
     ("release", "layout"),
     [
@@ -41,38 +49,30 @@ def hidden(prefix: Path, bad: int) -> str:
     ids=["tp1", "tp2-mtp", "older-pp2"],
 )
 def test_no_forward_sees_an_id_beyond_the_vocabulary(
-    pools: dict[tuple[str, str], Pool],
-    tmp_path: Path,
-    capfd: pytest.CaptureFixture[str],
-    release: str,
-    layout: tuple[str, ...],
+    pools: dict[tuple[str, str], Pool], tmp_path: Path, release: str, layout: tuple[str, ...]
 ) -> None:
     """Megatron-LM#2459, #2570. Id 256 is below the padded vocabulary: nothing of Megatron's would stop it."""
     data = ("--data-path", hidden(tmp_path / "text", 256), "--vocab-size", "200")
     flags = (*layout, *data, *WHOLE, "--save", str(tmp_path / "save"), "--save-interval", "1")
     world = 2 if layout else 1
-    results = pools[release, "patched"].run(jobs.train, flags, Actions(), world=world, timeout=120)
-    assert results == [(EXIT_UNUSABLE, [])] * world
-    said = capfd.readouterr().err
-    assert said.count(f"{tmp_path}/text.bin holds token id 256, and the vocabulary has 200 (0 to 199)") == 1
-    assert "--vocab-size" in said
+    results = pools[release, "patched"].run(train, flags, world=world, timeout=120)
+    assert [each[:2] for each in results] == [(EXIT_UNUSABLE, [])] * world
+    assert f"{tmp_path}/text.bin holds token id 256, and the vocabulary has 200 (0 to 199)" in results[0][2]
+    assert "--vocab-size" in results[0][2]
     assert not list((tmp_path / "save").glob("iter_*"))
 
 
-def test_an_evaluation_too(
-    pools: dict[tuple[str, str], Pool], tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_an_evaluation_too(pools: dict[tuple[str, str], Pool], tmp_path: Path) -> None:
     good, bad = make(tmp_path / "good", [range(200)] * 50), hidden(tmp_path / "bad", 256)
     data = ("--train-data-path", good, "--valid-data-path", bad, "--vocab-size", "200", *WHOLE[2:])
     flags = (*jobs.TP2, *data, "--eval-interval", "4", "--eval-iters", "1")
-    results = pools["0.19.2", "patched"].run(jobs.train, flags, Actions(), world=2, timeout=120)
-    assert [code for code, _ in results] == [EXIT_UNUSABLE] * 2
-    assert [action for _, action, *_ in results[0][1]] == [Action.APPLY] * 4
-    assert "bad.bin holds token id 256" in capfd.readouterr().err
+    results = pools["0.19.2", "patched"].run(train, flags, world=2, timeout=120)
+    assert [each[:2] for each in results] == [(EXIT_UNUSABLE, [(step, "apply") for step in range(1, 5)])] * 2
+    assert "bad.bin holds token id 256" in results[0][2]
 
 
 def test_data_exchanged_behind_a_list_file_are_told_at_a_resume(
-    pools: dict[tuple[str, str], Pool], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    pools: dict[tuple[str, str], Pool], tmp_path: Path
 ) -> None:
     """Megatron-LM#725, #1343: the flags are the same, and so are the sizes and the index."""
     draw = np.random.default_rng(1)
@@ -85,5 +85,6 @@ def test_data_exchanged_behind_a_list_file_are_told_at_a_resume(
     assert [code for code, _ in pool.run(jobs.train, flags, world=1, timeout=120)] == [0]
     assert [each.step for each in generations.candidates(save)] == [4]
     make(tmp_path / "b", draw.integers(0, 127, (40, 100)).tolist())
-    assert [code for code, _ in pool.run(jobs.train, (*flags, *more), world=1, timeout=120)] == [EXIT_UNUSABLE]
-    assert f"differs from the checkpoint in dataset ({prefixes[1]}.bin has other content)" in capfd.readouterr().err
+    ((code, steps, said),) = pool.run(train, (*flags, *more), world=1, timeout=120)
+    assert (code, steps) == (EXIT_UNUSABLE, [])
+    assert f"differs from the checkpoint in dataset ({prefixes[1]}.bin has other content)" in said
