@@ -13,6 +13,7 @@ import pytest
 from megatron_stability.checkpoints import generations
 from megatron_stability.data.fingerprint import places
 from megatron_stability.errors import EXIT_UNUSABLE
+from megatron_stability.ledger import entries
 from tests.dist.pool import Context, Pool
 from tests.e2e import jobs
 from tests.e2e.incidents.test_resume_and_halt import Actions
@@ -60,6 +61,9 @@ def test_no_forward_sees_an_id_beyond_the_vocabulary(
     assert f"{tmp_path}/text.bin holds token id 256, and the vocabulary has 200 (0 to 199)" in results[0][2]
     assert "--vocab-size" in results[0][2]
     assert not list((tmp_path / "save").glob("iter_*"))
+    (end,) = entries.read(tmp_path / "save" / "stability").ends
+    assert (end.step, end.code) == (0, EXIT_UNUSABLE)
+    assert "token id 256" in end.reason
 
 
 def test_an_evaluation_too(pools: dict[tuple[str, str], Pool], tmp_path: Path) -> None:
