@@ -47,13 +47,11 @@ class Look:
         index: its index.
         file: for manifests; split and weight are those of its place in the blend.
         largest_id: in the sidecar's words, or in the blocks that were read; -1 without a token.
-        smallest_id: in the blocks that were read; 0 without a token.
     """
 
     index: Index
     file: DataFile
     largest_id: int
-    smallest_id: int
 
 
 def look(data_set: DataSet) -> Look:
@@ -72,7 +70,7 @@ def look(data_set: DataSet) -> Look:
     index = indexes.read(data_set.flag, data_set.prefix)
     index.refuse_wrong_sizes()
     sidecar = _sidecar(index)
-    digest, largest, smallest = _sampled(index)
+    digest, largest = _sampled(index)
     file = DataFile(
         split=data_set.split,
         weight=data_set.weight,
@@ -82,7 +80,7 @@ def look(data_set: DataSet) -> Look:
         blocks=digest,
         sha256=str(sidecar.get("sha256", {}).get(".bin", "")),
     )
-    return Look(index, file, max(largest, int(sidecar.get(LARGEST, -1))), smallest)
+    return Look(index, file, max(largest, int(sidecar.get(LARGEST, -1))))
 
 
 def look_at_all(data_sets: Sequence[DataSet]) -> list[Look]:
@@ -115,20 +113,19 @@ def places(size: int) -> list[tuple[int, int]]:
     return found
 
 
-def _sampled(index: Index) -> tuple[str, int, int]:
-    """(hash, largest id, smallest id) of the blocks."""
-    digest, largest, smallest = xxhash.xxh3_128(), -1, 0
+def _sampled(index: Index) -> tuple[str, int]:
+    """(hash, largest id) of the blocks."""
+    digest, largest = xxhash.xxh3_128(), -1
     descriptor = os.open(index.bin, os.O_RDONLY)
     try:
         for offset, length in places(index.size):
             block = os.pread(descriptor, length, offset)
             digest.update(block)
             ids = np.frombuffer(block, index.dtype, len(block) // index.dtype.itemsize)
-            if ids.size:
-                largest, smallest = max(largest, int(ids.max())), min(smallest, int(ids.min()))
+            largest = max(largest, int(ids.max()))
     finally:
         os.close(descriptor)
-    return digest.hexdigest(), largest, smallest
+    return digest.hexdigest(), largest
 
 
 def _hash(index: Index, digest: Any) -> str:
@@ -181,28 +178,26 @@ def _change(was: DataFile, now: DataFile) -> str | None:
     return None if now.weight == was.weight else f"{now.prefix} had weight {was.weight} and has {now.weight}"
 
 
-def first_beyond(index: Index, vocab_size: int, until: float, clock: Callable[[], float]) -> int | None:
-    """The first id that is no token of the vocabulary, by reading all of the file.
+def first_outside(index: Index, found: int, vocab_size: int, until: float, clock: Callable[[], float]) -> int | None:
+    """An id of the data set that is no token, by reading all of it, up to the part that has one.
 
     Args:
         index: of the data set.
+        found: an id of its kind: beyond the vocabulary, or below 0.
         vocab_size: V.
         until: when to give up, on `clock`.
         clock: seconds.
 
     Returns:
-        The largest such id of the part in which one was found; None where there is none, or time ran out.
+        The id of that part that is farthest outside; None where there is none, or time ran out.
     """
-    if not index.size:
-        return None
-    tokens = np.memmap(index.bin, index.dtype, "r")
+    tokens = np.memmap(index.bin, index.dtype, "r") if index.size else np.zeros(0, index.dtype)
     step = _SCAN // index.dtype.itemsize
     for at in range(0, len(tokens), step):
         part = tokens[at : at + step]
-        if int(part.max()) >= vocab_size:
-            return int(part.max())
-        if int(part.min()) < 0:
-            return int(part.min())
+        worst = int(part.max() if found >= vocab_size else part.min())
+        if not 0 <= worst < vocab_size:
+            return worst
         if clock() > until:
-            return None
+            break
     return None

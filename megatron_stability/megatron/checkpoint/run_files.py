@@ -18,7 +18,7 @@ import torch.distributed as dist
 from megatron_stability.checkpoints.manifest import DataFile
 from megatron_stability.config import StabilityConfig
 from megatron_stability.data import fingerprint, index, splits
-from megatron_stability.data.blends import data_sets
+from megatron_stability.data.blends import DataSet, data_sets
 from megatron_stability.data.fingerprint import Look
 from megatron_stability.errors import UsageError
 from megatron_stability.megatron.access.collectives import from_rank_0
@@ -110,29 +110,30 @@ class RunFiles:
         Every rank reads a share of the data sets, at most `SEARCH_S` seconds long.
 
         Args:
-            found: the id.
+            found: the id, or the absolute value of one below 0.
             vocab_size: V of the tokenizer.
 
         Raises:
             UsageError: always, on every rank alike.
         """
+        found = found if found >= vocab_size else -found
         rank, world, until = dist.get_rank(), dist.get_world_size(), time.monotonic() + SEARCH_S
         mine: str | None = None
         for at, each in enumerate(data_sets(self._args)):
             if mine is None and at % world == rank and time.monotonic() < until:
-                mine = _search(each.flag, each.prefix, vocab_size, until)
+                mine = _search(each, found, vocab_size, until)
         answers: list[str | None] = [None] * world
         dist.all_gather_object(answers, mine)
         where = next((answer for answer in answers if answer is not None), None)
         raise UsageError(where or f"a batch {_beyond(found, vocab_size)}")
 
 
-def _search(flag: str, prefix: str, vocab_size: int, until: float) -> str | None:
+def _search(data_set: DataSet, id_outside: int, vocab_size: int, until: float) -> str | None:
     try:
-        read = index.read(flag, prefix)
-        found = fingerprint.first_beyond(read, vocab_size, until, time.monotonic)
+        read = index.read(data_set.flag, data_set.prefix)
+        found = fingerprint.first_outside(read, id_outside, vocab_size, until, time.monotonic)
     except (UsageError, OSError) as error:  # gone since the start; the others are waiting
-        return f"{prefix}: {error}"
+        return f"{data_set.prefix}: {error}"
     return None if found is None else f"{read.bin} {_beyond(found, vocab_size)}"
 
 

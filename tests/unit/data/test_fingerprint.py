@@ -14,6 +14,7 @@ import pytest
 
 from megatron_stability.checkpoints.manifest import DataFile
 from megatron_stability.data import fingerprint
+from megatron_stability.data import index as indexes
 from megatron_stability.data.blends import DataSet, data_sets
 from megatron_stability.data.fingerprint import BLOCK, BLOCKS, changes, look, places
 from megatron_stability.errors import UsageError
@@ -140,8 +141,10 @@ def test_ids_in_blocks_and_in_all_of_the_file(big: Path) -> None:
     rewrite(big, free, np.array([256], "u2").tobytes())
     found = look(DataSet("--data-path", "all", prefix, None))
     assert found.largest_id == 199
-    assert fingerprint.first_beyond(found.index, 200, until=9.0, clock=lambda: 0.0) == 256
-    assert fingerprint.first_beyond(found.index, 257, until=9.0, clock=lambda: 0.0) is None
+    assert fingerprint.first_outside(found.index, 500, 200, until=9.0, clock=lambda: 0.0) == 256
+    assert fingerprint.first_outside(found.index, 500, 257, until=9.0, clock=lambda: 0.0) is None
+    negative = indexes.read("--data-path", make(big.parent / "negative", [[1, 500, -7]], "i4"))
+    assert fingerprint.first_outside(negative, -2, 200, until=9.0, clock=lambda: 0.0) == -7
     rewrite(big, inside[5][0], np.array([300], "u2").tobytes())
     assert look(DataSet("--data-path", "all", prefix, None)).largest_id == 300
 
