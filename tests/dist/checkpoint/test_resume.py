@@ -14,6 +14,7 @@ import pytest
 from megatron_stability.checkpoints import generations, manifest
 from megatron_stability.checkpoints.compare import text
 from megatron_stability.checkpoints.manifest import DataFile, Manifest
+from megatron_stability.data.index import HEAD
 from megatron_stability.errors import UsageError
 from tests.dist.pool import Context, Pool
 from tests.unit.data.maker import make as make_data
@@ -349,7 +350,9 @@ def test_what_the_run_reads_is_read_by_rank_0_and_judged_for_all(patched_ranks: 
     ):
         assert len({answer["said"] for answer in answers}) == 1
         assert said in answers[0]["said"]
-    flip(tmp_path / "b.idx")
+    index = bytearray((tmp_path / "b.idx").read_bytes())
+    index[HEAD] += 1  # the first document's length, which only the sum of all shows
+    (tmp_path / "b.idx").write_bytes(index)
     assert [f"--data-args-path {words[3]}" in answer["said"] for answer in look()] == [True, True]
 
 
