@@ -10,7 +10,7 @@ import dataclasses
 import json
 from argparse import Namespace
 from collections.abc import Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.num_microbatches_calculator import get_current_global_batch_size
-from megatron.core.utils import get_model_config
 from megatron.training import print_rank_last
 
 from megatron_stability import detect
@@ -160,26 +159,19 @@ class Runtime:
         """The complaint, if this rank has a layer that can't be hooked, is for every rank to raise."""
         model = self.config.model
         try:
-            what = self.config, self.model, self.optimizer, device
+            build = partial(weight_hooks.build, self.config, self.model, self.optimizer, device)
             where = self.ledger_folder(), self._args, self.rewinds.data, self.host, self.files
-            self._weight_hooks = weight_hooks.build(*what, *where, lambda: self.checkpoints.extra_states)
+            self._weight_hooks = build(*where, lambda: self.checkpoints.extra_states)
             if self._args.iteration > 0:
                 self._load_hook_states()
             if model.changes_loss:
                 speaks = parallel_state.get_tensor_model_parallel_rank() == 0
                 self._log_z = LogZHook(self.head_loss, model.z_loss, speaks)
                 self._weight_hooks.append(self._log_z)
-            self._report_initial_deviations()
+            init.report_a_new_run(self.model, model, self._args)
         except UsageError as error:
             return str(error)
         return None
-
-    def _report_initial_deviations(self) -> None:
-        """A table from one rank of each pipeline stage, before the first step of a new run."""
-        ranks = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_data_parallel_rank()
-        if self.config.model.init.report and self._args.iteration == 0 and ranks == (0, 0):
-            table = init.report(self.model, get_model_config(self.model[0]), self.config.model)
-            print(f"> megatron-stability: standard deviations, rank {self.rank}\n{table}", flush=True)
 
     def _open_ledger(self) -> str | None:
         """On rank 0, at the resumed step; the complaint, if it can't be, is for every rank to raise."""
