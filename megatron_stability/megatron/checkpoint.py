@@ -22,7 +22,15 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_stability.config import StabilityConfig
 from megatron_stability.errors import UsageError
-from megatron_stability.megatron import install_digest, optimizer_state, rank_state, resume, training_args
+from megatron_stability.megatron import (
+    changes,
+    install_digest,
+    optimizer_state,
+    param_groups,
+    rank_state,
+    resume,
+    training_args,
+)
 from megatron_stability.megatron.failed_save import Failure, SaveError, attempt, tell
 from megatron_stability.megatron.fp8_flags import active_transformer_engine
 from megatron_stability.megatron.host import Host
@@ -275,7 +283,7 @@ class Checkpoints:
         flaw = flaw or rank_state.replica_complaint(replicas)
         if self._hashes is None:
             self._hashes = training_args.hashes(self._args, self._config)
-        known = {"versions": install_digest.versions(), "training": training_args.training(self._args)}
+        known = {"versions": install_digest.versions(), "training": training_args.training(self._args, self._config)}
         self._finish(folder, draft.model_copy(update=known | {"files": files, "hashes": self._hashes}), flaw)
 
     def _finish(self, folder: Path, whole: Manifest, flaw: str | None) -> None:
@@ -317,8 +325,8 @@ class Checkpoints:
             return
         optimizer_state.give_empty_state(optimizer)
         self._hashes = resume.from_rank_0(lambda: training_args.hashes(self._args, self._config))
-        if not self._args.finetune:
-            resume.refuse_changes(self._resumed, self._args, self._hashes, self._config.checkpoint)
+        changes.refuse(self._resumed, self._args, self._hashes, self._config)
+        param_groups.let_the_schedule_change(optimizer, self._args)
         self._args.ckpt_step = self._resumed.step
         mine = manifest.fingerprints_name(dist.get_rank())
         if mine in self._resumed.files and self._rank_state_fits():

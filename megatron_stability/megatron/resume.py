@@ -8,7 +8,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import torch.distributed as dist
@@ -16,11 +15,8 @@ from megatron.training import print_rank_0
 
 from megatron_stability.config import Checkpoint
 from megatron_stability.errors import UsageError
-from megatron_stability.megatron import training_args
 from megatron_stability.record import generations, manifest
 from megatron_stability.record.manifest import Manifest
-
-_FROM = MappingProxyType({"padded_vocab_size": " (of --vocab-size, --make-vocab-size-divisible-by and TP)"})
 
 
 @dataclass(frozen=True)
@@ -143,41 +139,6 @@ def _refuse_without_a_good_one(root: Path, listed: list[Listed], args: Namespace
         newest = f" ({listed[0].says})" if listed else ""
         hint = "; --stability-checkpoint-allow-unverified true loads one that was saved without a manifest"
         raise UsageError(f"--load {root}: no checkpoint there is complete and verified{newest}{hint * incomplete}")
-
-
-def refuse_changes(saved: Manifest, args: Namespace, hashes: dict[str, str], config: Checkpoint) -> None:
-    """List what differs from the checkpoint's run and changes training, and refuse what is not named.
-
-    Args:
-        saved: the checkpoint's manifest.
-        args: Megatron's, now.
-        hashes: `training_args.hashes`, now.
-        config: `allow_changes` names what may differ.
-
-    Raises:
-        UsageError: lists each argument with both values.
-    """
-    now = training_args.training(args)
-    both = set(now) & set(saved.training)
-    changes = manifest.differences(
-        {name: value for name, value in saved.training.items() if name in both},
-        {name: value for name, value in now.items() if name in both},
-    )
-    for name in training_args.FILES:
-        if name in saved.hashes and saved.hashes[name] != hashes[name]:
-            changes[name] = (f"files {saved.hashes[name][:8]}", f"files {hashes[name][:8]}")
-    told = {name: f"{name} {was!r} -> {is_now!r}{_FROM.get(name, '')}" for name, (was, is_now) in changes.items()}
-    for text in told.values():
-        print_rank_0(f"> megatron-stability: differs from the checkpoint: {text}")
-    refused = [text for name, text in told.items() if name not in config.allow_changes]
-    if refused:
-        names = ",".join(name for name in told)
-        raise UsageError(
-            f"--load: differs from the checkpoint in {'; '.join(refused)}; give the checkpoint's values, or "
-            f"--stability-checkpoint-allow-changes {names}"
-        )
-    if saved.hashes.get("code") != hashes["code"]:
-        print_rank_0(f"> megatron-stability: the checkpoint was saved by other code: {saved.versions}")
 
 
 def from_rank_0[T](work: Callable[[], T]) -> T:

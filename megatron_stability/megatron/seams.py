@@ -53,7 +53,7 @@ def installed() -> Runtime | None:
 
 
 @contextlib.contextmanager
-def _one_sentence(rank: int) -> Iterator[None]:
+def one_sentence(rank: int) -> Iterator[None]:
     """Bad input ends every rank with code 2, and rank 0 says why: a host script knows nothing of our errors."""
     try:
         yield
@@ -75,7 +75,7 @@ def arguments_ready(args: Namespace) -> None:
     """`training/arguments.py parse_and_validate_args`, before anything is built: install the runtime asked for."""
     from megatron_stability.megatron import arguments
 
-    with _one_sentence(args.rank):
+    with one_sentence(args.rank):
         arguments.install_runtime(args)
 
 
@@ -103,7 +103,7 @@ def final_logits(logits: Any) -> Any:
 def train_begins(model: list[Any], optimizer: Any, opt_param_scheduler: Any) -> None:
     """`training/training.py train`, after the checkpoint was loaded and before the first step. Collective."""
     if _runtime is not None:
-        with _one_sentence(_runtime.rank):
+        with one_sentence(_runtime.rank):
             _runtime.train_begins(model, optimizer, opt_param_scheduler)
 
 
@@ -145,7 +145,7 @@ def exit_after_step(should_checkpoint: bool, should_exit: bool, exit_code: int) 
     """`train`, after `train_step`: what Megatron wants, or our own halt."""
     if _runtime is None:
         return should_checkpoint, should_exit, exit_code
-    with _one_sentence(_runtime.rank):
+    with one_sentence(_runtime.rank):
         return _runtime.exit_after_step(should_checkpoint, should_exit, exit_code)
 
 
@@ -196,14 +196,14 @@ def moves_tracker() -> bool:
 def load_begins(load_dir: str | None, optimizer: Any) -> None:
     """`training/checkpointing.py load_checkpoint`, before anything is read. Collective."""
     if _runtime is not None:
-        with _one_sentence(_runtime.rank):
+        with one_sentence(_runtime.rank):
             _runtime.checkpoints.load_begins(load_dir, optimizer)
 
 
 def strict_load_failed(error: Exception) -> None:
     """`load_checkpoint`, where Megatron is about to repeat a failed strict load with strict=False."""
     if _runtime is not None:
-        with _one_sentence(0):  # a rank fails alone here, so each says why
+        with one_sentence(0):  # a rank fails alone here, so each says why
             _runtime.checkpoints.strict_load_failed(error)
 
 

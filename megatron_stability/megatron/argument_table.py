@@ -1,0 +1,96 @@
+"""What each of Megatron's arguments does to a run: `arguments.tsv`, one row for each name of the supported releases.
+
+    effect   at a resume                      what it is
+    model    compared, refused where it differs   the forward or the loss is another function
+    update   compared, refused where it differs   gradients, optimizer, schedule or batch
+    data     compared, refused where it differs   which samples come, and in which order
+    layout   compared, told where it differs      how the same sums are shared out, or which kernel does them
+    inert    not compared                     logs, saves, timing, what only a start from nothing reads
+    ignored  not compared                     no part of Megatron's GPT pretraining reads it
+
+The two columns of defaults are the parser's. "Set later" marks what Megatron fills in itself (`validate_args`, the
+scheduler), whose value for an older checkpoint can't be had from a default.
+"""
+
+from __future__ import annotations
+
+import json
+from argparse import Namespace
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import cache
+from importlib.resources import files
+from typing import Any, Final
+
+from packaging.version import Version
+
+FILE: Final = "arguments.tsv"
+
+
+class Effect(StrEnum):
+    """What a change of an argument would do to a run that resumes."""
+
+    MODEL = "model"
+    UPDATE = "update"
+    DATA = "data"
+    LAYOUT = "layout"
+    INERT = "inert"
+    IGNORED = "ignored"
+
+
+TRAINING: Final = frozenset({Effect.MODEL, Effect.UPDATE, Effect.DATA})
+
+
+@dataclass(frozen=True, slots=True)
+class Argument:
+    """One row.
+
+    Attributes:
+        name: the attribute of Megatron's namespace.
+        flag: as on the command line; empty for what Megatron sets without one.
+        effect: as the module says.
+        set_later: Megatron itself sets it after parsing.
+        defaults: the parser's, by release; a release that lacks the argument is not in it.
+    """
+
+    name: str
+    flag: str
+    effect: Effect
+    set_later: bool
+    defaults: Mapping[str, Any]
+
+    def default(self, release: str) -> Any:
+        """The release's default; of one that lacks the argument or is not known, that of the nearest newer one.
+
+        An argument that is new has the older behaviour as its default, save where a release says otherwise.
+        """
+        known = sorted(self.defaults, key=Version)
+        newer = [each for each in known if Version(each) >= Version(release)]
+        return self.defaults[(newer or known[-1:])[0]] if known else None
+
+
+@cache
+def table() -> Mapping[str, Argument]:
+    """Every row by name, in the order of the file."""
+    head, *lines = (files(__package__) / FILE).read_text(encoding="utf-8").splitlines()
+    releases = head.split("\t")[4:]
+    rows = {}
+    for line in lines:
+        name, flag, effect, later, *cells = line.split("\t")
+        defaults = {each: json.loads(cell) for each, cell in zip(releases, cells, strict=True) if cell}
+        rows[name] = Argument(name, flag, Effect(effect), later == "yes", defaults)
+    return rows
+
+
+def query_groups(args: Namespace) -> int:
+    """Key and value heads over all ranks: as many as queries, unless --group-query-attention says otherwise.
+
+    Megatron's parser gives --num-query-groups a 1 that counts with that flag only, and the log of the first step writes
+    the true number over it. Bridge has no such flag and leaves out what is not grouped.
+
+    Args:
+        args: Megatron's, or Bridge's under the same names.
+    """
+    heads = int(args.num_attention_heads)
+    return int(args.num_query_groups or heads) if getattr(args, "group_query_attention", True) else heads
