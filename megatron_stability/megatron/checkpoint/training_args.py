@@ -1,0 +1,139 @@
+"""Which of Megatron's arguments change what is learnt, and what its data and tokenizer files hold, for a manifest."""
+
+from __future__ import annotations
+
+import functools
+import json
+from argparse import Namespace
+from collections.abc import Iterator
+from enum import Enum
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+import xxhash
+
+from megatron_stability import config as tree
+from megatron_stability.checkpoints import manifest as manifests
+from megatron_stability.config import StabilityConfig
+from megatron_stability.megatron.access import argument_table
+from megatron_stability.megatron.access.argument_table import Effect
+from megatron_stability.megatron.patching import install_digest
+
+FILES = ("dataset", "tokenizer")  # hashes that are compared at a resume
+_OWN_FLAGS = ("stability_", "drill_")  # the plugin's own names in Megatron's namespace
+#: What a change of our own settings does, by the longest path that names them; the other sections decide, not compute.
+_OWN = {
+    ("model",): Effect.MODEL,
+    ("model", "attention_softcap_kernel"): Effect.LAYOUT,
+    ("model", "embedding_norm_clip"): Effect.UPDATE,
+    ("model", "init"): Effect.INERT,
+    ("fp8", "emulate"): Effect.MODEL,
+    ("fp8", "format"): Effect.MODEL,
+    ("fp8", "fp32_scales"): Effect.MODEL,
+    ("qk_clip",): Effect.UPDATE,
+}
+
+
+def own_effects() -> dict[str, Effect]:
+    """Effect of each of our own settings that a resume looks at, by its dotted name in the tree."""
+    found = {}
+    for path, _ in tree.leaves():
+        known = [_OWN[path[:size]] for size in range(len(path), 0, -1) if path[:size] in _OWN]
+        if known and known[0] is not Effect.INERT:
+            found[".".join(path)] = known[0]
+    return found
+
+
+def own_settings(config: StabilityConfig) -> dict[str, Any]:
+    """The values of `own_effects`, as JSON primitives."""
+    return {name: functools.reduce(getattr, name.split("."), config) for name in own_effects()}
+
+
+def training(args: Namespace, config: StabilityConfig) -> dict[str, Any]:
+    """What decides what is learnt and how it is shared out, by name.
+
+    Megatron's arguments but those of no effect at a resume (`arguments.tsv`), those that the table does not know (a
+    fork's own) and our own settings; values that are no plain data, such as a layout object, are left out.
+    """
+    known = argument_table.table()
+    names = [name for name, row in known.items() if row.effect not in (Effect.INERT, Effect.IGNORED)]
+    names += [name for name in vars(args) if name not in known and not name.startswith(_OWN_FLAGS)]
+    values = {name: plain(getattr(args, name)) for name in names if hasattr(args, name)}
+    if values.get("num_attention_heads"):
+        values["num_query_groups"] = argument_table.query_groups(args)
+    return {name: value for name, value in values.items() if value is not OPAQUE} | own_settings(config)
+
+
+OPAQUE: Final = object()  # what is no plain data
+
+
+def plain(value: Any) -> Any:
+    """As JSON gives it back, or `OPAQUE`."""
+    if value is None or isinstance(value, (bool, int, float)) or type(value) is str:
+        return value
+    if isinstance(value, (Enum, torch.dtype)):
+        return str(value)
+    if isinstance(value, (list, tuple)):
+        items = [plain(each) for each in value]
+        return OPAQUE if OPAQUE in items else items
+    return OPAQUE
+
+
+def hashes(args: Namespace, config: StabilityConfig) -> dict[str, str]:
+    """Hashes of configuration, code, data index and tokenizer files. Reads the index files once, in chunks.
+
+    Args:
+        args: Megatron's.
+        config: the validated tree.
+
+    Returns:
+        xxh3-128 by name; of an absent kind of file, of nothing.
+
+    Raises:
+        OSError: a file can't be read.
+    """
+    return {
+        "config": _of(json.dumps(config.model_dump(mode="json"), sort_keys=True)),
+        "code": _of(json.dumps(install_digest.versions(), sort_keys=True)),
+        "dataset": _of_files(_data_files(args)),
+        "tokenizer": _of_files(_tokenizer_files(args)),
+    }
+
+
+def _of(text: str) -> str:
+    return xxhash.xxh3_128_hexdigest(text.encode())
+
+
+def _of_files(files: Iterator[tuple[Path, bool]]) -> str:
+    """Names of files are left out: moved data are the same data."""
+    seen = []
+    for path, whole in files:
+        entry = manifests.hash_files(path.parent, [path.name])[path.name] if whole else None
+        seen.append((path.stat().st_size, entry.xxh3_128 if entry is not None else ""))
+    return _of(json.dumps(seen))
+
+
+def _data_files(args: Namespace) -> Iterator[tuple[Path, bool]]:
+    """(file, hash its bytes) in the order of the blends: indexes whole, token files by size."""
+    for name in ("data_path", "train_data_path", "valid_data_path", "test_data_path"):
+        for prefix in getattr(args, name, None) or ():
+            for suffix, whole in ((".idx", True), (".bin", False)):
+                path = Path(f"{prefix}{suffix}")
+                if path.is_file():
+                    yield path, whole
+    yield from _named(args, ("data_args_path", "per_split_data_args_path"))
+
+
+def _tokenizer_files(args: Namespace) -> Iterator[tuple[Path, bool]]:
+    yield from _named(args, ("tokenizer_model", "vocab_file", "merge_file"))
+
+
+def _named(args: Namespace, names: tuple[str, ...]) -> Iterator[tuple[Path, bool]]:
+    for name in names:
+        value = getattr(args, name, None)
+        path = Path(value) if value else None
+        if path is not None and path.is_dir():
+            yield from ((file, True) for file in sorted(path.iterdir()) if file.is_file())
+        elif path is not None and path.is_file():
+            yield path, True
