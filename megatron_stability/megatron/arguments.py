@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace
 
+import torch
+
 from megatron_stability import config as tree
 from megatron_stability.errors import UsageError
+from megatron_stability.megatron import cpu
 from megatron_stability.megatron.access import apex, flag_rows, handle
 from megatron_stability.megatron.fp8.flags import refuse_inactive_fp8
 from megatron_stability.megatron.model import settings
@@ -33,6 +36,7 @@ def install_runtime(args: Namespace) -> None:
     refuse_inactive_fp8(config.fp8, config.mode, args)
     if config.mode == "off":
         return
+    refuse_what_megatron_meets_late(args)
     refuse_what_cannot_work(config, args)
     settings.apply(config.model, args)
     if args.rank == 0:
@@ -68,3 +72,25 @@ def refuse_what_cannot_work(config: tree.StabilityConfig, args: Namespace) -> No
             "--save-interval, and leave --stability-checkpoint-manifest true"
         )
     flag_rows.refuse(config, args)
+
+
+def refuse_what_megatron_meets_late(args: Namespace) -> None:
+    """Raise for what would end every rank in a traceback of Megatron's.
+
+    Args:
+        args: Megatron's validated arguments.
+
+    Raises:
+        UsageError: names the flag, or the way to train without a GPU.
+    """
+    if args.eval_interval is None and not args.skip_train:
+        raise UsageError(
+            "--eval-interval is missing: Megatron divides --train-iters by it, with --eval-iters 0 as well; give it, "
+            "e.g. --eval-interval 1000"
+        )
+    if not cpu.installed() and not torch.cuda.is_available():
+        raise UsageError(
+            "no CUDA device is visible; for a dry run on CPUs start the script as `torchrun ... -m "
+            "megatron_stability.cli run SCRIPT --cpu ...`, patched or not, or without torchrun as `megatron-stability "
+            "run SCRIPT --nproc N --cpu ...`"
+        )

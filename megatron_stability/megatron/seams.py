@@ -14,6 +14,7 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from megatron_stability.megatron.access.argument_table import OWN_SPEC
 from megatron_stability.megatron.access.handle import SLOT, Slot
 from megatron_stability.megatron.access.speaks import one_sentence
 
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
 _slot: Slot[Runtime] = SLOT
 
-SPEC = ("megatron_stability.megatron.layer_specs", "stability_layer_spec")
+SPEC = OWN_SPEC
 
 
 def add_arguments(parser: ArgumentParser) -> ArgumentParser:

@@ -26,6 +26,8 @@ from typing import Any, Final
 from packaging.version import Version
 
 FILE: Final = "arguments.tsv"
+#: The two names that --spec takes in a stock Megatron; a patched one takes `megatron_stability` alone.
+OWN_SPEC: Final = ("megatron_stability.megatron.layer_specs", "stability_layer_spec")
 
 
 class Effect(StrEnum):
@@ -60,6 +62,11 @@ class Argument:
     set_later: bool
     defaults: Mapping[str, Any]
 
+    @property
+    def newest_default(self) -> Any:
+        """That of the newest release which has the argument."""
+        return self.defaults[max(self.defaults, key=Version)] if self.defaults else None
+
     def default(self, release: str) -> Any:
         """The release's default; of one that lacks the argument or is not known, that of the nearest newer one.
 
@@ -67,7 +74,7 @@ class Argument:
         """
         known = sorted(self.defaults, key=Version)
         newer = [each for each in known if Version(each) >= Version(release)]
-        return self.defaults[(newer or known[-1:])[0]] if known else None
+        return self.defaults[newer[0]] if newer else self.newest_default
 
 
 @cache
@@ -94,3 +101,12 @@ def query_groups(args: Namespace) -> int:
     """
     heads = int(args.num_attention_heads)
     return int(args.num_query_groups or heads) if getattr(args, "group_query_attention", True) else heads
+
+
+def names_own_spec(args: Namespace) -> bool:
+    """Whether --spec is ours, by either of its names.
+
+    Args:
+        args: Megatron's.
+    """
+    return tuple(args.spec or ()) in (("megatron_stability",), OWN_SPEC)

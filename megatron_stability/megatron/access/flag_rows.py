@@ -198,6 +198,6 @@ def unread(args: Namespace) -> Iterator[str]:
         args: Megatron's validated arguments.
     """
     for each in argument_table.table().values():
-        default = next(reversed(each.defaults.values()), None)
+        default = each.newest_default
         if each.effect is Effect.IGNORED and getattr(args, each.name, default) != default:
             yield f"{each.flag}: no part of Megatron's GPT pretraining reads this flag; it does nothing"

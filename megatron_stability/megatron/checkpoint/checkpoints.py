@@ -28,7 +28,7 @@ from megatron_stability.files import write_atomically
 from megatron_stability.megatron.access import collectives, optimizer_state, rank_state
 from megatron_stability.megatron.access.host import Host
 from megatron_stability.megatron.access.rank_state import Replicated
-from megatron_stability.megatron.checkpoint import changes, choose, param_groups, training_args
+from megatron_stability.megatron.checkpoint import changes, choose, param_groups, starts_anew, training_args
 from megatron_stability.megatron.checkpoint.failed_save import Failure, SaveError, attempt, tell
 from megatron_stability.megatron.fp8.flags import active_transformer_engine
 from megatron_stability.megatron.patching import install_digest
@@ -77,6 +77,7 @@ class Checkpoints:
         self._resumed: Manifest | None = None  # of the checkpoint that is being loaded
         self._ckpt_step: Any = None
         self._loaded_rank_state: dict[str, Any] | None = None
+        self._saved_schedule: dict[str, Any] | None = None
         self._saved_prints: bytes | None = None  # `rank_state.packed`, of the checkpoint that is being loaded
         self._loaded = False
         self._chosen: Manifest | None = None  # by a rewind: the next load takes it
@@ -324,6 +325,7 @@ class Checkpoints:
         self._hashes = collectives.from_rank_0(lambda: training_args.hashes(self._args, self._config))
         changes.refuse(self._resumed, self._args, self._hashes, self._config)
         param_groups.let_the_schedule_change(optimizer, self._args)
+        starts_anew.tell(self._config, self._args)
         self._args.ckpt_step = self._resumed.step
         mine = manifest.fingerprints_name(dist.get_rank())
         if mine in self._resumed.files and self._rank_state_fits():
@@ -343,6 +345,7 @@ class Checkpoints:
         self._args.ckpt_step = self._ckpt_step
         self._loaded = True
         self._loaded_rank_state = state_dict.pop(manifest.RANK_STATE, None)
+        self._saved_schedule = state_dict.get("opt_param_scheduler")  # there whether or not Megatron takes it
 
     def strict_load_failed(self, error: Exception) -> None:
         """A strict load of a module failed, and Megatron is about to go on with what fitted.
@@ -357,7 +360,7 @@ class Checkpoints:
                 "--stability-checkpoint-allow-partial-load true to leave what is missing at its initial values"
             )
 
-    def train_begins(self, model: list[Any], optimizer: Any) -> None:
+    def train_begins(self, model: list[Any], optimizer: Any, schedule: Any = None) -> None:
         """After the load and before the first step: what was loaded is judged, generators go on. Collective.
 
         Raises:
@@ -368,6 +371,7 @@ class Checkpoints:
             return
         if self._loaded:
             optimizer_state.restore_step(optimizer)
+            starts_anew.tell_rates(self._args, schedule, self._saved_schedule)
         prints = rank_state.measure(model, optimizer) if self._loaded else rank_state.measure(model, None)
         state = self._loaded_rank_state or {}
         saved = rank_state.unpacked(self._saved_prints, model) if self._saved_prints else None

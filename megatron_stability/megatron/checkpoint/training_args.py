@@ -37,7 +37,7 @@ _OWN = {
 
 def own_effects() -> dict[str, Effect]:
     """Effect of each of our own settings that a resume looks at, by its dotted name in the tree."""
-    found = {}
+    found: dict[str, Effect] = {}
     for path, _ in tree.leaves():
         known = [_OWN[path[:size]] for size in range(len(path), 0, -1) if path[:size] in _OWN]
         if known and known[0] is not Effect.INERT:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from megatron_stability.config import StabilityConfig, flag
 from megatron_stability.errors import UsageError
-from megatron_stability.megatron.access.argument_table import query_groups
+from megatron_stability.megatron.access.argument_table import names_own_spec, query_groups
 from megatron_stability.megatron.model import embedding_clip
 from megatron_stability.numerics.config import Model
 from megatron_stability.numerics.init_std import d_model_std
@@ -89,7 +89,7 @@ def _of_the_spec(config: StabilityConfig, args: Namespace) -> Iterator[tuple[str
         )
         if set_
     )
-    if list(args.spec or ()) != ["megatron_stability"]:
+    if not names_own_spec(args):
         other = f"--spec {' '.join(args.spec)}" if args.spec else "no --spec"
         yield setting, other, "the setting acts through the layer spec; add --spec megatron_stability"
     if getattr(args, "multi_latent_attention", False):

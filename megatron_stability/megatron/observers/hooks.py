@@ -172,11 +172,11 @@ def _observers(
 ) -> list[WeightHook]:
     """What only measures. The fixed micro-batch comes first: the others forget what they saw of it."""
     observe, sharded = config.observe, bool(getattr(args, "use_megatron_fsdp", False) or args.use_torch_fsdp2)
+    vocab_size = real_vocab_size(host.vocab_size(), args.padded_vocab_size)
     hooks: list[WeightHook] = []
     if sharded:
         say(args, "FSDP keeps parts of weights and gradients in its own way: no norms of them, no digests of replicas")
     elif observe.replicas.weights_every or observe.replicas.compute_every:
-        vocab_size = real_vocab_size(host.vocab_size(), args.padded_vocab_size)
         hooks.append(ReplicaHook(observe.replicas, model, device, args, vocab_size))
     hooks.append(StepHook(float(optimizer.config.clip_grad)))
     if not sharded:
@@ -184,7 +184,7 @@ def _observers(
         if flag := next((name for name in _NO_PLAIN_MASTERS if getattr(args, name, False)), None):
             say(args, f"--{flag.replace('_', '-')}: no norms of weights, for their masters are no plain fp32 tensors")
             norms = norms.model_copy(update={"params_every": 0})
-        hooks.append(NormsHook(norms, model, optimizer, args))
+        hooks.append(NormsHook(norms, model, optimizer, args, vocab_size))
     if _graphs(args):
         say(args, "--cuda-graph-impl: a replayed graph calls no hook, so batches and experts are not observed")
     elif args.num_experts and observe.moe.every:

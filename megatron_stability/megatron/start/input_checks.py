@@ -214,6 +214,7 @@ def complaint_about_arguments(job: Job, world: int, prepared: bool = True) -> st
             validate_args(args, {"tokenizer_type": "NullTokenizer"})
             core_transformer_config_from_args(args)  # refuses more, such as heads that the tensor ranks can't share
         gpt.refuse_what_is_not_carried(args)
+        arguments.refuse_what_megatron_meets_late(args)
         _refuse_missing(args)
         faults.faults(args)
         config = tree.load(overrides=vars(args))
