@@ -44,6 +44,6 @@ def test_a_restart_needs_checkpoints_only() -> None:
 
 
 def test_a_snapshot_needs_state_that_it_holds() -> None:
-    with pytest.raises(UsageError, match="--fp8 with --stability-decide-snapshot-steps"):
+    with pytest.raises(UsageError, match="--fp8-format hybrid with --stability-decide-snapshot-steps"):
         refuse({"fp8": "hybrid"}, snapshot_steps=100)
     refuse({"fp8": "hybrid"})

@@ -22,7 +22,9 @@ def tell(config: StabilityConfig, args: Namespace) -> None:
         config: the validated tree.
         args: Megatron's.
     """
-    for line in flag_rows.told(config, args, flag_rows.AT_A_LOAD):
+    lines = [*flag_rows.told(config, args, flag_rows.AT_A_LOAD)]
+    all_of_it = args.skip_train or args.finetune  # the others are a part of these
+    for line in lines[:1] if all_of_it else lines:
         print_rank_0(f"> megatron-stability: {line}")
 
 
