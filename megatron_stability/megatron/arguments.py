@@ -91,6 +91,6 @@ def refuse_what_megatron_meets_late(args: Namespace) -> None:
     if not cpu.installed() and not torch.cuda.is_available():
         raise UsageError(
             "no CUDA device is visible; for a dry run on CPUs start the script as `torchrun ... -m "
-            "megatron_stability.cli run SCRIPT --cpu ...`, patched or not, or without torchrun as `megatron-stability "
+            "megatron_stability run SCRIPT --cpu ...`, patched or not, or without torchrun as `megatron-stability "
             "run SCRIPT --nproc N --cpu ...`"
         )
