@@ -83,7 +83,7 @@ def refuse_what_megatron_meets_late(args: Namespace) -> None:
     Raises:
         UsageError: names the flag, or the way to train without a GPU.
     """
-    if args.eval_interval is None and not args.skip_train:
+    if args.eval_interval is None and not (args.skip_train or args.full_validation):
         raise UsageError(
             "--eval-interval is missing: Megatron divides --train-iters by it, with --eval-iters 0 as well; give it, "
             "e.g. --eval-interval 1000"

@@ -214,13 +214,13 @@ def complaint_about_arguments(job: Job, world: int, prepared: bool = True) -> st
             validate_args(args, {"tokenizer_type": "NullTokenizer"})
             core_transformer_config_from_args(args)  # refuses more, such as heads that the tensor ranks can't share
         gpt.refuse_what_is_not_carried(args)
-        arguments.refuse_what_megatron_meets_late(args)
         _refuse_missing(args)
         faults.faults(args)
         config = tree.load(overrides=vars(args))
         refuse_inactive_fp8(config.fp8, config.mode, args)
         if config.mode != "off":
             arguments.refuse_what_cannot_work(config, args)
+        arguments.refuse_what_megatron_meets_late(args)
     except (UsageError, argparse.ArgumentTypeError) as error:
         return str(error)
     except (AssertionError, ValueError, RuntimeError, KeyError, TypeError, ArithmeticError, OSError) as error:
