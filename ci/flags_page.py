@@ -11,14 +11,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from megatron_stability.megatron.access import flag_rows
-from megatron_stability.megatron.access.argument_table import Argument, Effect, table
-from megatron_stability.megatron.checkpoint.training_args import own_effects
+from megatron_stability.megatron.access.argument_table import Argument, Effect, own_effects, table
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "flags.md"
 HEAD = """# Megatron's flags beside the plugin
 
 Made by `ci/flags_page.py` from the rows that the code reads: `access/flag_rows.py` for a start, `access/arguments.tsv`
-for a resume. What is in none of these tables works as in Megatron alone, through skips, rewinds and verified resumes.
+for a resume. What the plugin's own model settings can't be with is in prevention.md.
 """
 RESUME = {
     Effect.MODEL: "Compared, and refused where it differs: the forward or the loss is another function",
@@ -40,7 +39,9 @@ def _refused() -> Iterator[str]:
     yield "| Flag | With | Why, and the way out |"
     yield "|---|---|---|"
     for row in flag_rows.REFUSED:
-        yield f"| `{row.flag}` | {row.when.words} | {row.why} |"
+        fine = [f"`{value}`" for value in row.fine if value not in (None, False)]
+        given = f"`{row.flag}`" + f" other than {', '.join(fine)}" * bool(fine)
+        yield f"| {given} | {row.when.words} | {row.why} |"
 
 
 def _told() -> Iterator[str]:

@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 
-from ci import flags_page
 from megatron_stability.megatron.access import argument_table
 from megatron_stability.megatron.access.argument_table import Effect
 from tests.older_megatron import older_release
@@ -68,7 +67,3 @@ def test_what_is_called_unread_is_read_nowhere(release: str) -> None:
 def test_a_release_that_is_not_known_has_the_nearest_newer_default() -> None:
     row = argument_table.Argument("x", "--x", Effect.MODEL, False, {"0.18.2": 1, "0.19.2": 2})
     assert [row.default(each) for each in ("0.17.1", "0.18.2", "0.18.3", "0.19.2", "0.20.0")] == [1, 1, 2, 2, 2]
-
-
-def test_the_page_of_flags_is_what_the_rows_say() -> None:
-    assert flags_page.main("--check") == 0

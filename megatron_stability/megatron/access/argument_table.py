@@ -14,6 +14,7 @@ scheduler), whose value for an older checkpoint can't be had from a default.
 
 from __future__ import annotations
 
+import functools
 import json
 from argparse import Namespace
 from collections.abc import Mapping
@@ -24,6 +25,9 @@ from importlib.resources import files
 from typing import Any, Final
 
 from packaging.version import Version
+
+from megatron_stability import config as tree
+from megatron_stability.config import StabilityConfig
 
 FILE: Final = "arguments.tsv"
 #: The two names that --spec takes in a stock Megatron; a patched one takes `megatron_stability` alone.
@@ -41,6 +45,17 @@ class Effect(StrEnum):
     IGNORED = "ignored"
 
 
+#: What a change of our own settings does, by the longest path that names them; the other sections decide, not compute.
+_OWN = {
+    ("model",): Effect.MODEL,
+    ("model", "attention_softcap_kernel"): Effect.LAYOUT,
+    ("model", "embedding_norm_clip"): Effect.UPDATE,
+    ("model", "init"): Effect.INERT,
+    ("fp8", "emulate"): Effect.MODEL,
+    ("fp8", "format"): Effect.MODEL,
+    ("fp8", "fp32_scales"): Effect.MODEL,
+    ("qk_clip",): Effect.UPDATE,
+}
 TRAINING: Final = frozenset({Effect.MODEL, Effect.UPDATE, Effect.DATA})
 
 
@@ -110,3 +125,18 @@ def names_own_spec(args: Namespace) -> bool:
         args: Megatron's.
     """
     return tuple(args.spec or ()) in (("megatron_stability",), OWN_SPEC)
+
+
+def own_effects() -> dict[str, Effect]:
+    """Effect of each of our own settings that a resume looks at, by its dotted name in the tree."""
+    found: dict[str, Effect] = {}
+    for path, _ in tree.leaves():
+        known = [_OWN[path[:size]] for size in range(len(path), 0, -1) if path[:size] in _OWN]
+        if known and known[0] is not Effect.INERT:
+            found[".".join(path)] = known[0]
+    return found
+
+
+def own_settings(config: StabilityConfig) -> dict[str, Any]:
+    """The values of `own_effects`, as JSON primitives."""
+    return {name: functools.reduce(getattr, name.split("."), config) for name in own_effects()}

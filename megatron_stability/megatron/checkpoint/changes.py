@@ -75,14 +75,14 @@ def effect_of(name: str) -> Effect | None:
     row = argument_table.table().get(name)
     if row is not None:
         return row.effect
-    return training_args.own_effects().get(name, Effect.MODEL if name in _config_defaults() else None)
+    return argument_table.own_effects().get(name, Effect.MODEL if name in _config_defaults() else None)
 
 
 def _default(name: str, release: str) -> Any:
     row = argument_table.table().get(name)
     if row is not None:
         return OPAQUE if row.set_later else row.default(release)
-    own = training_args.own_settings(StabilityConfig())
+    own = argument_table.own_settings(StabilityConfig())
     return own.get(name, _config_defaults().get(name, OPAQUE))
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 from argparse import Namespace
 from collections.abc import Iterator
@@ -13,7 +12,6 @@ from typing import Any, Final
 import torch
 import xxhash
 
-from megatron_stability import config as tree
 from megatron_stability.checkpoints import manifest as manifests
 from megatron_stability.config import StabilityConfig
 from megatron_stability.megatron.access import argument_table
@@ -22,32 +20,6 @@ from megatron_stability.megatron.patching import install_digest
 
 FILES = ("dataset", "tokenizer")  # hashes that are compared at a resume
 _OWN_FLAGS = ("stability_", "drill_")  # the plugin's own names in Megatron's namespace
-#: What a change of our own settings does, by the longest path that names them; the other sections decide, not compute.
-_OWN = {
-    ("model",): Effect.MODEL,
-    ("model", "attention_softcap_kernel"): Effect.LAYOUT,
-    ("model", "embedding_norm_clip"): Effect.UPDATE,
-    ("model", "init"): Effect.INERT,
-    ("fp8", "emulate"): Effect.MODEL,
-    ("fp8", "format"): Effect.MODEL,
-    ("fp8", "fp32_scales"): Effect.MODEL,
-    ("qk_clip",): Effect.UPDATE,
-}
-
-
-def own_effects() -> dict[str, Effect]:
-    """Effect of each of our own settings that a resume looks at, by its dotted name in the tree."""
-    found: dict[str, Effect] = {}
-    for path, _ in tree.leaves():
-        known = [_OWN[path[:size]] for size in range(len(path), 0, -1) if path[:size] in _OWN]
-        if known and known[0] is not Effect.INERT:
-            found[".".join(path)] = known[0]
-    return found
-
-
-def own_settings(config: StabilityConfig) -> dict[str, Any]:
-    """The values of `own_effects`, as JSON primitives."""
-    return {name: functools.reduce(getattr, name.split("."), config) for name in own_effects()}
 
 
 def training(args: Namespace, config: StabilityConfig) -> dict[str, Any]:
@@ -62,7 +34,7 @@ def training(args: Namespace, config: StabilityConfig) -> dict[str, Any]:
     values = {name: plain(getattr(args, name)) for name in names if hasattr(args, name)}
     if values.get("num_attention_heads"):
         values["num_query_groups"] = argument_table.query_groups(args)
-    return {name: value for name, value in values.items() if value is not OPAQUE} | own_settings(config)
+    return {name: value for name, value in values.items() if value is not OPAQUE} | argument_table.own_settings(config)
 
 
 OPAQUE: Final = object()  # what is no plain data
