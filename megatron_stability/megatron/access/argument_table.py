@@ -8,8 +8,8 @@
     inert    not compared                     logs, saves, timing, what only a start from nothing reads
     ignored  not compared                     no part of Megatron's GPT pretraining reads it
 
-The two columns of defaults are the parser's. "Set later" marks what Megatron fills in itself (`validate_args`, the
-scheduler), whose value for an older checkpoint can't be had from a default.
+The two columns of defaults are the parser's. "Set later" marks what a run must give or Megatron fills in itself
+(`validate_args`, the scheduler): its value in a checkpoint that does not say can't be had from a default.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Argument:
         name: the attribute of Megatron's namespace.
         flag: as on the command line; empty for what Megatron sets without one.
         effect: as the module says.
-        set_later: Megatron itself sets it after parsing.
+        set_later: every run gives it, or Megatron sets it after parsing.
         defaults: the parser's, by release; a release that lacks the argument is not in it.
     """
 
