@@ -5,6 +5,7 @@
 {"kind":"undo", ...,"x":"..."}    a resume or rewind undid what came after
 {"kind":"save", ...,"x":"..."}    a checkpoint of a step is about to be written
 {"kind":"end", ...,"x":"..."}    the process leaves the loop before its last step
+{"kind":"episode", ...,"x":"..."}    verdicts of a detector that belong together: opened, worse, or over
 {"kind":"attention", ...,"x":"..."}    largest logit, entropy and clip of every layer and head after a step
 """
 
@@ -21,7 +22,7 @@ import xxhash
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from megatron_stability.errors import UsageError
-from megatron_stability.records import Action, Decision, StepRecord, Verdict, encode_float
+from megatron_stability.records import Action, Change, Decision, StepRecord, Tier, Verdict, encode_float
 
 SCHEMA = 1
 FILE = "ledger.jsonl"
@@ -131,7 +132,23 @@ class AttentionEntry(Entry):
     max_gain_l: tuple[float, ...]
 
 
-AnyEntry = RunEntry | StepEntry | UndoEntry | SaveEntry | EndEntry | AttentionEntry
+class EpisodeEntry(Entry):
+    """An episode as it is after a change; the fields of `Episode`."""
+
+    kind: Literal["episode"] = "episode"
+    change: Change
+    incident: int
+    detector: str
+    first_step: int
+    last_step: int
+    tier: Tier
+    value: float
+    threshold: float
+    verdicts: int
+    reason: str
+
+
+AnyEntry = RunEntry | StepEntry | UndoEntry | SaveEntry | EndEntry | AttentionEntry | EpisodeEntry
 _ENTRIES: TypeAdapter[AnyEntry] = TypeAdapter(Annotated[AnyEntry, Field(discriminator="kind")])
 
 
@@ -161,6 +178,12 @@ class LedgerView:
     def attention(self) -> tuple[AttentionEntry, ...]:
         """The tables of all layers and heads."""
         return tuple(entry for entry in self.entries if isinstance(entry, AttentionEntry))
+
+    @cached_property
+    def episodes(self) -> tuple[EpisodeEntry, ...]:
+        """Each episode as it was last, in the order in which they opened; undone ones too."""
+        last = {(e.incident, e.detector, e.first_step): e for e in self.entries if isinstance(e, EpisodeEntry)}
+        return tuple(last.values())
 
     @cached_property
     def surviving(self) -> tuple[StepEntry, ...]:

@@ -25,6 +25,7 @@ from megatron_stability.ledger.entries import (
     AnyEntry,
     AttentionEntry,
     EndEntry,
+    EpisodeEntry,
     LedgerView,
     RunEntry,
     SaveEntry,
@@ -34,7 +35,7 @@ from megatron_stability.ledger.entries import (
     read,
     step_entry,
 )
-from megatron_stability.records import AttentionTable, Decision, StepRecord
+from megatron_stability.records import AttentionTable, Change, Decision, Episode, StepRecord
 
 __all__ = ["Ledger", "LedgerView", "RunInfo", "read"]
 
@@ -148,6 +149,10 @@ class Ledger:
     def write_attention(self, table: AttentionTable) -> None:
         """Append a table of all layers and heads."""
         self._write(AttentionEntry(generation=self.generation, **dataclasses.asdict(table)))
+
+    def write_episode(self, change: Change, episode: Episode) -> None:
+        """Append what became of an episode."""
+        self._write(EpisodeEntry(generation=self.generation, change=change, **dataclasses.asdict(episode)))
 
     def saving(self, step: int) -> None:
         """Note that a checkpoint of `step` is about to be written, and put everything on stable storage."""

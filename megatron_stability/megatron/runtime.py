@@ -24,6 +24,7 @@ from megatron.training import print_rank_last
 from megatron_stability import detect
 from megatron_stability.act.scale import Scale
 from megatron_stability.config import StabilityConfig
+from megatron_stability.decide.episodes import Episodes
 from megatron_stability.decide.policy import TablePolicy
 from megatron_stability.errors import EXIT_HALTED, EXIT_REWIND, UsageError
 from megatron_stability.ledger.bundle import Bundles
@@ -75,6 +76,7 @@ class Runtime:
         self.rewinds = Rewinds(config, args, self.checkpoints)
         self.sinks: list[Sink] = []
         self._ledger: Ledger | None = None
+        self._writers: MegatronWriters | None = None
         self._reduction: Reduction | None = None
         self._forward_state: optimizer_state.ForwardState | None = None
         self._weight_hooks: list[weight_hooks.WeightHook] = []
@@ -91,11 +93,13 @@ class Runtime:
         self._history = 0  # of this process: ranks begin alike
         self._ahead: StepRecord | None = None  # with the score of the batch after it
         self._evidence: dict[str, torch.Tensor] = {}  # of the step that is not applied, for its bundle
+        detectors = detect.build(config.detect)
         self._pipeline: Pipeline[LocalSignals] = Pipeline(
             observe=self._observe,
-            detectors=detect.build(config.detect),
+            detectors=detectors,
             policy=TablePolicy(config.decide, config.mode),
             sinks=self.sinks,
+            episodes=Episodes(detectors, config.decide.quiet_steps),
         )
 
     @property
@@ -142,21 +146,17 @@ class Runtime:
         self._pipeline = self._pipeline.without(idle)
         self._forward_state = optimizer_state.ForwardState(model)
         curves = self.config.observe.attention.head_curves
-        self.sinks.append(MegatronWriters(self.host, self.config.record.tensorboard, curves))
+        self._writers = MegatronWriters(self.host, self.config.record.tensorboard, curves)
+        self.sinks.append(self._writers)
         print_rank_last(f"> megatron-stability: mode {self.config.mode}, ledger in {self.ledger_folder()}")
 
     def _make_hooks(self, device: torch.device) -> str | None:
         """The complaint, if this rank has a layer that can't be hooked, is for every rank to raise."""
         model = self.config.model
         try:
-            where = (
-                self.ledger_folder(),
-                self._args,
-                self.rewinds.data,
-                self.host,
-                lambda: self.checkpoints.extra_states,
-            )
-            self._weight_hooks = weight_hooks.build(self.config, self.model, self.optimizer, device, *where)
+            what = self.config, self.model, self.optimizer, device
+            where = self.ledger_folder(), self._args, self.rewinds.data, self.host
+            self._weight_hooks = weight_hooks.build(*what, *where, lambda: self.checkpoints.extra_states)
             if self._args.iteration > 0:
                 self._load_hook_states()
             if model.changes_loss:
@@ -208,6 +208,9 @@ class Runtime:
     def close(self) -> None:
         """Wait for a checkpoint that is being completed, and close the ledger."""
         self.checkpoints.close()
+        if self._writers is not None:
+            self._writers.close()
+            self._writers = None
         if self._ledger is not None:
             self._ledger.close()
             self._ledger = None
@@ -287,7 +290,6 @@ class Runtime:
                     sink.write_attention(table)
         if decision.advised is not Action.APPLY or decision.action is not Action.APPLY:
             self._incidents += 1
-            print_rank_last(f" stability: step {record.step} {_verb(decision)}: {decision.reason}")
 
     def exit_after_step(self, should_checkpoint: bool, should_exit: bool, exit_code: int) -> tuple[bool, bool, int]:
         """A halt leaves the loop before the step is counted; the last good checkpoint stays the newest. Collective."""
@@ -319,7 +321,8 @@ class Runtime:
 
     def log_string(self) -> str:
         """Fields for Megatron's log line."""
-        incidents = f" stability incidents: {self._incidents:3d} |"
+        episodes = len(self._pipeline.episodes.open)
+        incidents = f" stability incidents: {self._incidents:3d} | open episodes: {episodes:2d} |"
         if self._log_z is None or self._step is None:
             return incidents
         return incidents + self._log_z.log_string(self._step[0].signals)
@@ -392,9 +395,3 @@ def _sum_and_tokens(value: torch.Tensor) -> torch.Tensor:
     """[2] (summed loss in nats, valid tokens) of one micro-batch; a plain mean counts as one token."""
     value = value.detach().reshape(-1)
     return value if value.numel() == 2 else torch.stack([value[0], torch.ones_like(value[0])])
-
-
-def _verb(decision: Decision) -> str:
-    if decision.action is decision.advised:
-        return decision.action.upper()
-    return f"{decision.action.upper()} (would {decision.advised.upper()})"

@@ -1,9 +1,14 @@
-"""Scalars through Megatron's own TensorBoard and W&B writers."""
+"""Scalars and texts through Megatron's own TensorBoard and W&B writers, and episodes on Megatron's log."""
 
 from __future__ import annotations
 
+from collections import Counter
+
+from megatron.training import print_rank_last
+
+from megatron_stability.decide.episodes import sentence
 from megatron_stability.megatron.access.host import Host
-from megatron_stability.records import AttentionTable, Decision, StepRecord
+from megatron_stability.records import Action, AttentionTable, Change, Decision, Episode, StepRecord
 from megatron_stability.report.attention_curves import curves
 
 
@@ -13,9 +18,16 @@ class MegatronWriters:
     def __init__(self, host: Host, enabled: bool, head_curves: bool) -> None:
         """`host` has the writers; the rest as `record.tensorboard` and `observe.attention.head_curves` say."""
         self._host, self._enabled, self._head_curves = host, enabled, head_curves
+        self._open: set[str] = set()
+        self._step = 0
+        self._count: Counter[str] = Counter()  # of the episodes that opened, by detector
+        self._worst: dict[str, Episode] = {}
 
     def write(self, record: StepRecord, decision: Decision) -> None:
-        """Loss, norm and what was decided, at this step; NaN is written as NaN."""
+        """A line on what was done, if something was; loss, norm and action at this step, NaN as NaN."""
+        self._step = record.step
+        if decision.advised is not Action.APPLY or decision.action is not Action.APPLY:
+            print_rank_last(f" stability: step {record.step} {_verb(decision)}: {decision.reason}")
         if not self._enabled:
             return
         scalars = {
@@ -24,6 +36,7 @@ class MegatronWriters:
             "stability/action": float(decision.action.precedence),
             "stability/advised": float(decision.advised.precedence),
             "stability/verdicts": float(len(decision.verdicts)),
+            "stability/open-episodes": float(len(self._open)),
         } | {f"stability/{name}": value for name, value in record.signals.items()}
         self._write(scalars, record.step)
 
@@ -33,6 +46,30 @@ class MegatronWriters:
             scalars = {f"stability/{name}": value for name, value in curves(table, self._head_curves).items()}
             self._write(scalars, table.step)
 
+    def write_episode(self, change: Change, episode: Episode) -> None:
+        """A line on the log, and a text at the step."""
+        (self._open.discard if change is Change.CLOSED else self._open.add)(episode.detector)
+        self._count[episode.detector] += change is Change.OPENED
+        worst = self._worst.get(episode.detector)
+        if worst is None or episode.tier.severity >= worst.tier.severity:
+            self._worst[episode.detector] = episode
+        text = sentence(change, episode)
+        print_rank_last(f" stability: step {self._step} episode: {text}")
+        if not self._enabled:
+            return
+        writer, wandb = self._host.writers()
+        if writer is not None:
+            writer.add_text("stability/episodes", text, self._step)
+        if wandb is not None:
+            wandb.log({"stability/episodes": text}, self._step)
+
+    def close(self) -> None:
+        """The last word: each detector that spoke, how often, and at its worst."""
+        for detector, worst in sorted(self._worst.items(), key=lambda item: -item[1].tier.severity):
+            still = ", still open" if detector in self._open else ""
+            times = f"{self._count[detector]} episode{'s' * (self._count[detector] != 1)}{still}"
+            print_rank_last(f" stability: {detector}: {times}; worst ({worst.tier}): {worst.reason}")
+
     def _write(self, scalars: dict[str, float], step: int) -> None:
         writer, wandb = self._host.writers()
         if writer is not None:
@@ -40,3 +77,9 @@ class MegatronWriters:
                 writer.add_scalar(name, value, step)
         if wandb is not None:
             wandb.log(scalars, step)
+
+
+def _verb(decision: Decision) -> str:
+    if decision.action is decision.advised:
+        return decision.action.upper()
+    return f"{decision.action.upper()} (would {decision.advised.upper()})"

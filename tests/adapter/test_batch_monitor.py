@@ -10,6 +10,7 @@ from megatron.core.rerun_state_machine import RerunDataIterator
 
 from megatron_stability.act.pass_over import PassOver
 from megatron_stability.decide.config import Decide, Rule
+from megatron_stability.decide.episodes import Episodes
 from megatron_stability.decide.policy import TablePolicy
 from megatron_stability.detect.config import BadBatch, Early
 from megatron_stability.detect.data import BadBatch as Detector
@@ -72,7 +73,9 @@ def record(step: int, repeated: float, ahead: float) -> StepRecord:
 def test_a_bad_batch_becomes_a_window_within_the_budgets(mode: str) -> None:
     detector = Detector(BadBatch(calibration_steps=10), Early())
     policy = TablePolicy(SKIP.model_copy(update={"max_consecutive_skips": 2}), mode)
-    pipeline = Pipeline(observe=lambda local: local, detectors=[detector], policy=policy, sinks=[])
+    pipeline = Pipeline(
+        observe=lambda local: local, detectors=[detector], policy=policy, sinks=[], episodes=Episodes([detector], 50)
+    )
     windows = PassOver()
     for step in range(1, 12):
         pipeline.finish(*pipeline.decide(record(step, 0.1, 0.1)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from megatron_stability.decide.config import Decide
+from megatron_stability.decide.episodes import Episodes
 from megatron_stability.decide.policy import TablePolicy
 from megatron_stability.detect import build
 from megatron_stability.detect.base import silent
@@ -14,7 +15,8 @@ HIGH = {"attention/max_logit": 1e4}  # far above every limit
 
 
 def pipeline() -> Pipeline[StepRecord]:
-    return Pipeline(lambda record: record, build(Detect()), TablePolicy(Decide(), "act"), ())
+    detectors = build(Detect())
+    return Pipeline(lambda record: record, detectors, TablePolicy(Decide(), "act"), (), Episodes(detectors, 50))
 
 
 def record(step: int, **signals: float) -> StepRecord:
