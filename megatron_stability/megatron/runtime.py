@@ -128,7 +128,7 @@ class Runtime:
 
     def train_begins(self, model: list[Any], optimizer: Any, opt_param_scheduler: Any) -> None:
         """Collective: ranks compare what is installed, then the ledger opens at the resumed step."""
-        self.checkpoints.train_begins(model, optimizer)
+        self.checkpoints.train_begins(model, optimizer, opt_param_scheduler)
         device = torch.device("cuda", torch.cuda.current_device()) if _on_gpu() else torch.device("cpu")
         group = dist.group.WORLD
         self.model, self.optimizer = model, optimizer

@@ -18,6 +18,9 @@ class Installed(Protocol):
     config: StabilityConfig
     host: Host
 
+    def ending(self, code: int, reason: str) -> None:
+        """The process is about to leave with this exit code, and why."""
+
     def close(self) -> None:
         """Close what it holds open."""
 

@@ -30,7 +30,7 @@ from megatron_stability.megatron.access import collectives, optimizer_state, ran
 from megatron_stability.megatron.access.data_iterators import DataIterators
 from megatron_stability.megatron.access.host import Host
 from megatron_stability.megatron.access.rank_state import Replicated
-from megatron_stability.megatron.checkpoint import choose, layouts, training_args
+from megatron_stability.megatron.checkpoint import changes, choose, layouts, param_groups, starts_anew, training_args
 from megatron_stability.megatron.checkpoint.failed_save import Failure, SaveError, attempt, tell
 from megatron_stability.megatron.checkpoint.run_files import RunFiles
 from megatron_stability.megatron.fp8.flags import active_transformer_engine
@@ -82,6 +82,7 @@ class Checkpoints:
         self._resumed: Manifest | None = None  # of the checkpoint that is being loaded
         self._ckpt_step: Any = None
         self._loaded_rank_state: dict[str, Any] | None = None
+        self._saved_schedule: dict[str, Any] | None = None
         self._saved_prints: bytes | None = None  # `rank_state.packed`, of the checkpoint that is being loaded
         self._loaded = False
         self._chosen: Manifest | None = None  # by a rewind: the next load takes it
@@ -285,7 +286,7 @@ class Checkpoints:
         flaw = next((share["flaw"] for share in shares if share["flaw"]), None)
         replicas = {rank: [rank_state.Digest(*each) for each in share["replicas"]] for rank, share in enumerate(shares)}
         flaw = flaw or rank_state.replica_complaint(replicas)
-        known = {"versions": install_digest.versions(), "training": training_args.training(self._args)}
+        known = {"versions": install_digest.versions(), "training": training_args.training(self._args, self._config)}
         self._finish(folder, draft.model_copy(update=known | self._files.known() | {"files": named}), flaw)
 
     def _finish(self, folder: Path, whole: Manifest, flaw: str | None) -> None:
@@ -328,10 +329,12 @@ class Checkpoints:
             return
         folder = generations.folder_of(Path(load_dir), self._resumed.step)
         optimizer_state.give_empty_state(optimizer)
+        against = self._resumed, self._args, self._files, self._config
+        collectives.from_rank_0(lambda: changes.refuse(*against))
         if not self._args.finetune:
-            against = self._resumed, self._args, self._files, self._config.checkpoint
-            collectives.from_rank_0(lambda: choose.refuse_changes(*against))
             layouts.refuse_unfit_optimizer_state(folder, self._resumed, self._args)
+        param_groups.let_the_schedule_change(optimizer, self._args)
+        starts_anew.tell(self._config, self._args)
         self._args.ckpt_step = self._resumed.step
         mine = manifest.fingerprints_name(dist.get_rank())
         if mine in self._resumed.files and self._rank_state_fits():
@@ -352,6 +355,7 @@ class Checkpoints:
         optimizer_state.give_first_step(self._optimizer, state_dict.get("optimizer"))
         self._loaded = True
         self._loaded_rank_state = state_dict.pop(manifest.RANK_STATE, None)
+        self._saved_schedule = state_dict.get("opt_param_scheduler")  # there whether or not Megatron takes it
 
     def strict_load_failed(self, error: Exception) -> None:
         """A strict load of a module failed, and Megatron is about to go on with what fitted.
@@ -366,7 +370,7 @@ class Checkpoints:
                 "--stability-checkpoint-allow-partial-load true to leave what is missing at its initial values"
             )
 
-    def train_begins(self, model: list[Any], optimizer: Any) -> None:
+    def train_begins(self, model: list[Any], optimizer: Any, schedule: Any = None) -> None:
         """After the load and before the first step: what was loaded is judged, generators go on. Collective.
 
         Raises:
@@ -379,6 +383,7 @@ class Checkpoints:
             return
         if self._loaded:
             optimizer_state.restore_step(optimizer)
+            starts_anew.tell_rates(self._args, schedule, self._saved_schedule)
         prints = rank_state.measure(model, optimizer if self._loaded else None)
         here = rank_state.complaint_of(prints, self._saved_prints, model) if self._loaded else None
         replicas = rank_state.check_replicas(model, prints)
