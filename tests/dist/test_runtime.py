@@ -1,4 +1,4 @@
-"""The runtime's own wiring, in real runs on gloo ranks: what ranks notice of each other, and what `observe` leaves be."""
+"""The runtime in real runs on gloo ranks: what ranks notice of each other, and what `observe` leaves alone."""
 
 from __future__ import annotations
 
@@ -44,9 +44,7 @@ def apart(context: Context, folder: str, rules: str) -> Any:
     return "ran to its end"
 
 
-def test_a_run_whose_ranks_went_apart_halts_even_where_large_findings_rewind(
-    patched_ranks: Pool, tmp_path: Path
-) -> None:
+def test_a_run_whose_ranks_went_apart_halts(patched_ranks: Pool, tmp_path: Path) -> None:
     rules = """
 checkpoint: {manifest: false}
 decide:
