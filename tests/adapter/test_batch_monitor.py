@@ -49,7 +49,7 @@ def test_the_next_batchs_score_is_that_of_its_worst_row_and_the_end_of_the_data_
     first_stage, other = (torch.nn.Module() for _ in range(2))
     first_stage.pre_process, other.pre_process = True, False
     device = torch.device("cpu")
-    hook = BatchHook(8, [first_stage], device, Namespace(first=source))
+    hook = BatchHook(8, [first_stage], device, Namespace(ahead=source))
     found, drawn = [], []
     for _ in range(2):
         found.append(hook.observe())
@@ -59,7 +59,7 @@ def test_the_next_batchs_score_is_that_of_its_worst_row_and_the_end_of_the_data_
     assert float(found[1]["data/next/repeated"]) == pytest.approx(56 / 57)
     assert float(found[1]["data/next/entropy"]) == pytest.approx(0.0)
     assert hook.observe() == {}
-    assert BatchHook(8, [other], device, Namespace(first=source)).observe() == {}
+    assert BatchHook(8, [other], device, Namespace(ahead=source)).observe() == {}
 
 
 def record(step: int, repeated: float, ahead: float) -> StepRecord:
