@@ -141,6 +141,8 @@ def test_what_only_looks_different_is_patched_alike(path, look):
     assert patched is not None, [(p.seam.name, p.reason) for p in placements if not p.holds]
     assert closed(path, patched, seams_of(path)) == text
     expected = opened(path, FILES[path], seams_of(path))[1]
+    if look in ("CRLF", "tabs"):
+        assert patched == change(expected)  # line ends and indentation of what is inserted, too
     if look in LOOKS and look != "future annotations":
         assert tree_of(patched) == tree_of(expected)
     else:
