@@ -10,7 +10,7 @@ import dataclasses
 import json
 from argparse import Namespace
 from collections.abc import Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -156,9 +156,9 @@ class Runtime:
         """The complaint, if this rank has a layer that can't be hooked, is for every rank to raise."""
         model = self.config.model
         try:
-            what = self.config, self.model, self.optimizer, device
-            where = self.ledger_folder(), self._args, self.rewinds.data, self.host, self.files
-            self._weight_hooks = weight_hooks.build(*what, *where, lambda: self.checkpoints.extra_states)
+            what = self.config, self.model, self.optimizer, device, self.ledger_folder(), self._args, self.rewinds.data
+            loaded = partial(getattr, self.checkpoints, "extra_states")
+            self._weight_hooks = weight_hooks.build(*what, self.host, self.files, loaded)
             if self._args.iteration > 0:
                 self._load_hook_states()
             if model.changes_loss:
