@@ -159,9 +159,9 @@ class Runtime:
         """The complaint, if this rank has a layer that can't be hooked, is for every rank to raise."""
         model = self.config.model
         try:
-            build = partial(weight_hooks.build, self.config, self.model, self.optimizer, device)
-            where = self.ledger_folder(), self._args, self.rewinds.data, self.host, self.files
-            self._weight_hooks = build(*where, lambda: self.checkpoints.extra_states)
+            what = self.config, self.model, self.optimizer, device, self.ledger_folder(), self._args, self.rewinds.data
+            loaded = partial(getattr, self.checkpoints, "extra_states")
+            self._weight_hooks = weight_hooks.build(*what, self.host, self.files, loaded)
             if self._args.iteration > 0:
                 self._load_hook_states()
             if model.changes_loss:
