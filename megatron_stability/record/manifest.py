@@ -25,11 +25,12 @@ from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
 
 from megatron_stability.errors import UsageError
 from megatron_stability.record.entries import strict
+from megatron_stability.record.lineage import Place
 
 MANIFEST, MARKER, SUSPECT = "stability_manifest.json", "stability_complete", "stability_suspect.json"
 OWN_FILES = frozenset({MANIFEST, MARKER, SUSPECT})
 RANK_STATE = "megatron_stability_rank"  # key of each rank's generators among Megatron's own (`torch_dist`)
-SCHEMA = 1
+SCHEMA = 2
 CHUNK = 1 << 22  # bytes read at once by each thread: memory stays at threads × CHUNK whatever the checkpoint's size
 THREADS = 4
 
@@ -46,7 +47,10 @@ class FileEntry(BaseModel):
 
 
 class Manifest(BaseModel):
-    """What a checkpoint holds. `samples` is the global data cursor; `tokens` is samples × sequence length."""
+    """What a checkpoint holds. `samples` is the global data cursor; `tokens` is samples × sequence length.
+
+    `counter` to `withheld` are its place in the folder's history (`lineage`); schema 1 had none.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -54,6 +58,10 @@ class Manifest(BaseModel):
     step: int
     samples: int
     tokens: int
+    counter: int = 0
+    parent: Place | None = None
+    applied: int | None = None  # the last step whose update is in it
+    withheld: int = 0  # steps in a row since, whose updates were withheld
     layout: dict[str, int] = {}
     versions: dict[str, str] = {}
     hashes: dict[str, str] = {}
