@@ -12,3 +12,9 @@ class UsageError(Exception):
     """
 
     exit_code = EXIT_UNUSABLE
+
+
+class HaltedError(UsageError):
+    """A start that would only repeat a halt; exit code 18."""
+
+    exit_code = EXIT_HALTED

@@ -27,8 +27,9 @@ from megatron_stability.megatron.failed_save import Failure, SaveError, attempt,
 from megatron_stability.megatron.fp8_flags import active_transformer_engine
 from megatron_stability.megatron.host import Host
 from megatron_stability.megatron.rank_state import Replicated
+from megatron_stability.megatron.trajectory import Trajectory
 from megatron_stability.observe.fingerprint import Fingerprint
-from megatron_stability.record import generations, manifest
+from megatron_stability.record import asides, generations, manifest
 from megatron_stability.record.manifest import FileEntry, Manifest
 from megatron_stability.transformer_engine import extra_state
 
@@ -47,6 +48,13 @@ class Save(NamedTuple):
     replicated: list[Replicated]
 
 
+def _make_way(folder: Path) -> None:
+    asides.set_aside(folder)
+    of_any_rank = _SHARE.format(rank="*"), manifest.fingerprints_name("*")
+    for stale in (path for name in of_any_rank for path in folder.glob(name)):
+        stale.unlink()  # of a save that was killed, maybe of more ranks
+
+
 class Checkpoints:
     """One a rank; `seams.py` says where each method is called from."""
 
@@ -60,7 +68,9 @@ class Checkpoints:
 
         Attributes:
             extra_states: what Transformer Engine's modules had in the checkpoint that was loaded last.
+            trajectory: where the run stands among its checkpoints.
         """
+        self.trajectory = Trajectory(config.checkpoint, args)
         self.extra_states: dict[str, extra_state.Kind] = {}
         self._config, self._args, self._host = config, args, host or Host()
         self._model: list[Any] = []
@@ -76,7 +86,8 @@ class Checkpoints:
         self._loaded_rank_state: dict[str, Any] | None = None
         self._saved_prints: bytes | None = None  # `rank_state.packed`, of the checkpoint that is being loaded
         self._loaded = False
-        self._chosen: Manifest | None = None  # by a rewind: the next load takes it
+        self._chosen: resume.Chosen | None = None  # by a rewind: the next load takes it
+        self._last_saved: Path | None = None
         self._suspect: tuple[int, str] | None = None  # the step whose save is evidence only, and why
 
     @property
@@ -84,6 +95,16 @@ class Checkpoints:
         return self._config.checkpoint.manifest
 
     # --- save -------------------------------------------------------------------------------------------------------
+
+    def save_begins(self, save_dir: str, iteration: int) -> None:
+        """`save_checkpoint`, before anything is written: what is there and counts is set aside. Collective."""
+        if self._on:
+            folder = generations.folder_of(Path(save_dir), iteration)
+            if folder == self._last_saved:
+                self.settle()  # its files are being hashed
+            self.trajectory.record_start()  # where no step came before
+            resume.from_rank_0(partial(_make_way, folder))
+            self._last_saved = folder
 
     def add_state(self, state_dict: dict[str, Any]) -> None:
         """`generate_state_dict`: this rank's state, or where a load asks for the template, a place for it."""
@@ -93,14 +114,6 @@ class Checkpoints:
             if self._rank_state_fits():
                 state_dict[manifest.RANK_STATE] = rank_state.sharded({})
             return
-        folder = generations.folder_of(Path(self._args.save), state_dict["iteration"])
-        if dist.get_rank() == 0 and folder.is_dir():
-            generations.set_aside(folder)
-        if dist.get_rank() == 0 and folder.is_dir():
-            manifest.begin(folder)
-            of_any_rank = _SHARE.format(rank="*"), manifest.fingerprints_name("*")
-            for stale in (path for name in of_any_rank for path in folder.glob(name)):
-                stale.unlink()  # of a save that was killed, maybe of more ranks
         if self._args.ckpt_format == "torch_dist":
             state_dict[manifest.RANK_STATE] = rank_state.sharded({"generators": rank_state.generators()})
         self._states = tuple(sorted(set(state_dict) - {"args", "iteration", "checkpoint_version"}))
@@ -182,18 +195,11 @@ class Checkpoints:
         if not (self._on and self._args.save):
             return False
         self.settle()  # what is being written counts too
-        root, last = Path(self._args.save), int(self._args.curr_iteration)
-        resume.from_rank_0(lambda: self._mark_suspects(root, step, reason))
-        saved = resume.from_rank_0(lambda: last == 0 or (generations.folder_of(root, last) / manifest.MARKER).exists())
+        last = int(self._args.curr_iteration)
+        resume.from_rank_0(lambda: self.trajectory.halted(step, reason))
+        saved = resume.from_rank_0(lambda: last == 0 or self.trajectory.saved_at(last))
         self._suspect = (last, f"the last step before a halt in step {step}: {reason}")
         return not saved
-
-    def _mark_suspects(self, root: Path, step: int, reason: str) -> None:
-        window = self._config.checkpoint.suspect_steps
-        for each in generations.candidates(root) if window else ():
-            if each.step > step - window:
-                generations.mark_suspect(each.folder, f"saved {step - each.step} steps before a halt: {reason}")
-                print_rank_0(f"> megatron-stability: {each.folder.name} is marked suspect")
 
     def _draft(self, step: int) -> Manifest:
         """What changes from save to save; the thread adds the rest."""
@@ -204,21 +210,32 @@ class Checkpoints:
             tokens=args.consumed_train_samples * args.seq_length,
             layout=rank_state.layout_of(args),
             states=self._states,
+            applied=self.trajectory.applied,
+            withheld=self.trajectory.withheld,
         )
+
+    def step_done(self, step: int, applied: bool) -> None:
+        """Every step that was computed: what an update proves is recorded after the saves that were before it."""
+        if self.trajectory.step_done(step, applied) and self._on and dist.get_rank() == 0:
+            self._in_order(self.trajectory.prove)
+
+    def _in_order(self, work: Callable[[], None]) -> None:
+        """Run in the thread that completes saves, after those that were begun."""
+        if self._completing is None:
+            self._completing = ThreadPoolExecutor(1, thread_name_prefix="checkpoint completion")
+        self._pending.append(self._completing.submit(work))
 
     def _complete(self, save: Save) -> None:
         """Begin the completion of what is written, and let training go on."""
         unwritten, self._unwritten = self._unwritten, None
         if unwritten is not None:  # on every rank, so none waits for another's share
             if save.rank == 0:
-                tell(save.folder, unwritten)
+                self.trajectory.failed(save.folder, unwritten)
             return
         for work in [work for work in self._pending if work.done()]:
             self._pending.remove(work)
             work.result()  # raises what its thread raised
-        if self._completing is None:
-            self._completing = ThreadPoolExecutor(1, thread_name_prefix="checkpoint completion")
-        self._pending.append(self._completing.submit(self._complete_in_thread, save))
+        self._in_order(partial(self._complete_in_thread, save))
 
     def _complete_in_thread(self, save: Save) -> None:
         broken = None
@@ -232,7 +249,8 @@ class Checkpoints:
             _, failure = (
                 attempt(lambda: self._gather(save.folder, save.draft)) if unwritten is None else (None, unwritten)
             )
-            tell(save.folder, failure)
+            if failure is not None:
+                self.trajectory.failed(save.folder, failure)
         elif unwritten is not None:
             tell(save.folder, unwritten._replace(no_space=False))  # the folder is rank 0's to remove
         if broken is not None:
@@ -280,24 +298,19 @@ class Checkpoints:
 
     def _finish(self, folder: Path, whole: Manifest, flaw: str | None) -> None:
         """Manifest, marker, tracker, retention, in this order."""
-        if flaw is not None:
-            generations.mark_suspect(folder, f"when it was saved, {flaw}")
-        suspect = self._suspect is not None and self._suspect[0] == whole.step
-        if suspect and self._suspect is not None:
-            generations.mark_suspect(folder, self._suspect[1])
+        whole = self.trajectory.stamped(folder, whole)
+        suspect = self._suspect[1] if self._suspect is not None and self._suspect[0] == whole.step else None
+        evidence = f"when it was saved, {flaw}" if flaw is not None else suspect
+        if evidence is not None:
+            generations.mark_suspect(folder, evidence)
         manifest.write(folder, whole)
-        if flaw is not None:
-            raise UsageError(f"{flaw}; the checkpoint is kept as suspect")
-        if suspect:
+        if evidence is not None:
+            self.trajectory.is_evidence(folder, whole)
+            if flaw is not None:
+                raise UsageError(f"{flaw}; the checkpoint is kept as suspect")
             print(f"> megatron-stability: {folder.name} is kept as suspect", flush=True)
             return
-        generations.write_tracker(folder.parent, whole.step)
-        if self._config.checkpoint.keep:
-            gone, failure = attempt(lambda: generations.retire(folder.parent, self._config.checkpoint.keep))
-            for each in gone or ():
-                print(f"> megatron-stability: {each.name} was deleted (--stability-checkpoint-keep)", flush=True)
-            if failure is not None:  # this checkpoint counts all the same
-                print(f"> megatron-stability: --stability-checkpoint-keep: {failure.text}", flush=True)
+        self.trajectory.counts(folder, whole)
 
     # --- load -------------------------------------------------------------------------------------------------------
 
@@ -311,23 +324,29 @@ class Checkpoints:
             return
         self.close()  # a checkpoint that is being completed may be the newest
         self._ckpt_step = getattr(self._args, "ckpt_step", None)
-        self._resumed = self._chosen or resume.choose(Path(load_dir), self._args, self._config.checkpoint)
+        root, chosen = (
+            Path(load_dir),
+            self._chosen or resume.choose(Path(load_dir), self._args, self._config.checkpoint),
+        )
         self._chosen = None
-        if self._resumed is None:
+        self._resumed = None if chosen is None else chosen.manifest
+        self.trajectory.loaded(chosen, root)
+        if chosen is None or self._resumed is None:
             return
         optimizer_state.give_empty_state(optimizer)
         self._hashes = resume.from_rank_0(lambda: training_args.hashes(self._args, self._config))
         if not self._args.finetune:
             resume.refuse_changes(self._resumed, self._args, self._hashes, self._config.checkpoint)
+        resume.from_rank_0(partial(resume.accept, root, chosen))
         self._args.ckpt_step = self._resumed.step
         mine = manifest.fingerprints_name(dist.get_rank())
         if mine in self._resumed.files and self._rank_state_fits():
-            self._saved_prints = (generations.folder_of(Path(load_dir), self._resumed.step) / mine).read_bytes()
+            self._saved_prints = (generations.folder_of(root, self._resumed.step) / mine).read_bytes()
 
     def choose_older(self, back: int, sample: int) -> Manifest | None:
         """As `resume.choose_older` in `--save`; the next load takes what was chosen. Collective."""
         self._chosen = resume.choose_older(Path(self._args.save), back, sample, self._config.checkpoint)
-        return self._chosen
+        return None if self._chosen is None else self._chosen.manifest
 
     def load_state(self, state_dict: dict[str, Any]) -> None:
         """`load_checkpoint`, once the state dict is read."""
@@ -361,6 +380,7 @@ class Checkpoints:
         self._model, self._optimizer = model, optimizer
         if not self._on:
             return
+        self.trajectory.refuse_a_used_folder()
         if self._loaded:
             optimizer_state.restore_step(optimizer)
         prints = rank_state.measure(model, optimizer) if self._loaded else rank_state.measure(model, None)

@@ -119,6 +119,7 @@ class Runtime:
     def train_begins(self, model: list[Any], optimizer: Any, opt_param_scheduler: Any) -> None:
         """Collective: ranks compare what is installed, then the ledger opens at the resumed step."""
         self.checkpoints.train_begins(model, optimizer)
+        self.rewinds.refuse_a_loop(self.ledger_folder())
         device = torch.device("cuda", torch.cuda.current_device()) if _on_gpu() else torch.device("cpu")
         group = dist.group.WORLD
         self.model, self.optimizer = model, optimizer
@@ -272,6 +273,7 @@ class Runtime:
             reason = "the loss scaler backed off" if record.overflow else "Megatron itself withheld the update"
             decision = dataclasses.replace(decision, action=Action.SKIP, reason=reason)
             self._step = record, decision
+        self.rewinds.step_done(record.step, applied=decision.updates_weights)
         self._history = chained(self._history, record, decision)
         self._ahead = record
         tables = [hook.update_done(record, decision.updates_weights) for hook in self._weight_hooks]
@@ -342,11 +344,12 @@ class Runtime:
         scales = {action.value: scale.state_dict() for action, scale in self._scales.items()}
         hooks = {hook.checkpoint_key: hook.state_dict() for hook in self._stateful_hooks()}
         own = {"scales": scales, "hooks": hooks, "pass_over": self.rewinds.pass_over.state_dict()}
-        return self._pipeline.state_dict() | own
+        return self._pipeline.state_dict() | own | {"trajectory": self.checkpoints.trajectory.state_dict()}
 
     def _load_own_state(self, saved: dict[str, Any]) -> None:
         self._saved = saved
         self._pipeline.load_state_dict(saved)
+        self.checkpoints.trajectory.load_state_dict(saved.get("trajectory"))
         for action, scale in self._scales.items():
             scale.load_state_dict(saved["scales"][action.value])
 

@@ -16,6 +16,16 @@ from megatron_stability.record.manifest import MARKER, SUSPECT
 ASIDE, _DELETED = ".aside", ".stability-deleted-"
 
 
+def is_aside(name: str) -> bool:
+    """Whether a folder of this name waits for the end of a save."""
+    return name.endswith(ASIDE)
+
+
+def is_kept(name: str) -> bool:
+    """Whether a folder of this name was kept when its step was saved again."""
+    return ".suspect-" in name
+
+
 def keep_as_suspect(folder: Path) -> Path:
     """Move a folder to `NAME.suspect-N`: its step is saved again, and it is kept."""
     plain, number = folder.with_suffix(""), 1
@@ -63,10 +73,13 @@ def put_back(root: Path) -> list[Path]:
     back = []
     for aside in sorted(root.glob(f"iter_*{ASIDE}")):
         folder = aside.with_suffix("")
-        if (folder / MARKER).exists():
+        evidence = (folder / SUSPECT).exists()
+        if folder.exists() and not evidence and not manifest.check(folder)[1]:
             keep_as_suspect(aside)
             continue
-        if folder.exists():
+        if evidence or (folder / MARKER).exists():
+            keep_as_suspect(folder)
+        elif folder.exists():
             delete([folder])
         aside.rename(folder)
         back.append(folder)

@@ -23,6 +23,7 @@ from megatron_stability.record.lineage import Lineage, Place, Save
 from megatron_stability.record.manifest import SUSPECT, THREADS, Manifest, OnBytes, Problem
 
 TRACKER = "latest_checkpointed_iteration.txt"
+TRACKERS = (TRACKER, "latest_train_state.pt")  # Megatron's, and Bridge's own
 _FOLDER = re.compile(r"iter_([0-9]{7}|[1-9][0-9]{7,})(\.suspect-[0-9]+|\.aside)?")
 
 State = Literal["complete", "incomplete", "suspect", "corrupt"]
@@ -65,12 +66,12 @@ class Survey:
     def __init__(self, root: Path, *, full: bool = False, threads: int = THREADS, on_bytes: OnBytes | None = None):
         """Looks at each folder; arguments as `generation`."""
         looked = [_look(folder, full=full, threads=threads, on_bytes=on_bytes) for folder in _folders(root)]
-        placed = {each.folder: each.place for each in looked if each.place is not None}
+        whole = {each.folder for each in looked if each.state == "complete"}
         self._here = {
             each.place: each
             for each in looked
             if each.place is not None
-            and (each.folder.name == folder_of(root, each.step).name or _is_needed(each.folder, placed))
+            and (each.folder.name == folder_of(root, each.step).name or _is_needed(each.folder, whole))
         }
         saves = [_save(each, self._here.get(each.place) is each) for each in looked if each.place is not None]
         self.lineage = Lineage(sorted(saves, key=lambda save: save.here), history.read(root))
@@ -96,9 +97,9 @@ class Survey:
         return [self._here[place] for place in self.lineage.candidates]
 
 
-def _is_needed(folder: Path, placed: Collection[Path]) -> bool:
+def _is_needed(folder: Path, whole: Collection[Path]) -> bool:
     """Whether it was set aside for a save that did not come to its end."""
-    return folder.suffix == ASIDE and folder.with_suffix("") not in placed
+    return folder.suffix == ASIDE and folder.with_suffix("") not in whole
 
 
 def _save(each: Generation, here: bool) -> Save:
@@ -289,8 +290,8 @@ def retire(root: Path, keep: int) -> list[Path]:
     """Delete old generations: complete ones beyond the newest `keep`, and incomplete ones between two complete ones.
 
     Newest is by lineage, and what is unproven does not count. The newest good generation always stays, whatever is
-    newer; suspect, left behind and corrupt ones stay as evidence. What is older than every complete one may be whole, and
-    saved before there were manifests; what is linked in lies elsewhere.
+    newer; suspect, left behind and corrupt ones stay as evidence. What is older than every complete one may be whole,
+    and saved before there were manifests; what is linked in lies elsewhere.
 
     Args:
         root: the folder with the generations.

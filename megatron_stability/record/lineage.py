@@ -1,9 +1,9 @@
 """Which checkpoint comes next: decided from what the manifests say and what was done with the folder. No I/O.
 
-Whatever happens to a `--save` folder has a number, its `counter`: a save, and a branch, which is a start or a rewind that
-went on from elsewhere than the newest save. A save knows the one that it continues, its parent. So the newest event says
-where training stands, and its line of parents is the surviving trajectory; every other save was left behind. No clock and
-no step number decides: after a rollback from step 6 to step 3, step 4 is newer than step 6.
+Whatever happens to a `--save` folder has a number, its `counter`: a save, and a branch, which is a start or a rewind
+that went on from elsewhere than the newest save. A save knows the one that it continues, its parent. So the newest
+event says where training stands, and its line of parents is the surviving trajectory; every other save was left behind.
+No clock and no step number decides: after a rollback from step 6 to step 3, step 4 is newer than step 6.
 
 Between two branches a save continues the one before it, so that a line goes on across saves which somebody deleted.
 Checkpoints from before there were counters have counter 0, and continue each other by step.
@@ -64,8 +64,8 @@ class Branch(BaseModel):
 class History(BaseModel):
     """What manifests can't say. `failed`: starts from there could apply no update; `proven`: an update came after it.
 
-    `tracker` is the step that we let Megatron's tracker file name last, None where we took it away: what it says else was
-    written by somebody.
+    `tracker` is the step that we let Megatron's tracker file name last, None where we took it away: what else it says
+    was written by somebody.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")

@@ -17,6 +17,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from megatron_stability.errors import UsageError
 from megatron_stability.record import manifest
+from megatron_stability.record.lineage import Place
 
 FILE = "state.json"
 SCHEMA = 1
@@ -34,6 +35,15 @@ class Rewound(BaseModel):
     scales: dict[str, Any]  # of learning rate and weight decay
 
 
+class Attempt(BaseModel):
+    """Starts from one checkpoint that withheld their first step and have applied none since."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    place: Place
+    starts: int
+
+
 class RunState(BaseModel):
     """The content of `state.json`."""
 
@@ -45,6 +55,7 @@ class RunState(BaseModel):
     reason: str = ""
     exit_code: int | None = None  # of the worker, where it ends by the decision
     rewound: Rewound | None = None
+    attempt: Attempt | None = None
     pass_over: dict[str, Any] = {"windows": [], "met": []}  # `PassOver.state_dict`
 
 
