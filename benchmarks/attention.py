@@ -34,7 +34,7 @@ def attentions(heads: int, width: int) -> dict[str, Callable[..., Tensor]]:
     from megatron.core.transformer.enums import AttnMaskType
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    from megatron_stability.megatron.core_attention import CoreAttention
+    from megatron_stability.megatron.attention.core_attention import CoreAttention
 
     config = TransformerConfig(
         num_layers=1, hidden_size=heads * width, num_attention_heads=heads, attention_dropout=0.0, bf16=True

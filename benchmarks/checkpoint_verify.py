@@ -34,7 +34,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.step_overhead import interval
-from megatron_stability.record import manifest
+from megatron_stability.checkpoints import manifest
 
 FILES = 16
 ROUNDS = 5
@@ -114,14 +114,15 @@ def save_shares(hidden_size: int, how: tuple[str, ...], in_turns: bool, pipe: An
 
     in_turns: the manifest is off in every second save, and an earlier save's threads have ended when one begins.
     """
-    from megatron_stability.megatron.launch import Job
+    from megatron_stability.megatron.start.job import Job
 
     os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     Job((), None, cpu=True, patched=True).prepare()
     from megatron.training import training
 
-    from megatron_stability.megatron import cpu, seams
-    from megatron_stability.megatron import pretrain as gpt
+    from megatron_stability.megatron import cpu
+    from megatron_stability.megatron.access import handle
+    from megatron_stability.megatron.start import pretrain_gpt as gpt
 
     spent: dict[str, list[float]] = {}
 
@@ -139,7 +140,7 @@ def save_shares(hidden_size: int, how: tuple[str, ...], in_turns: bool, pipe: An
 
     def in_turn(save: Callable[..., Any], folder: Path) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> None:
-            runtime = seams.installed()
+            runtime = handle.installed()
             assert runtime is not None
             ours = runtime.checkpoints
             ours.close()
@@ -154,7 +155,7 @@ def save_shares(hidden_size: int, how: tuple[str, ...], in_turns: bool, pipe: An
         return call
 
     def watch(args: Any) -> None:
-        runtime = seams.installed()
+        runtime = handle.installed()
         assert runtime is not None
         ours = runtime.checkpoints
         for method in (*AT_SAVE, AT_UPDATE, AT_END, IN_A_THREAD):
@@ -168,7 +169,7 @@ def save_shares(hidden_size: int, how: tuple[str, ...], in_turns: bool, pipe: An
             training.save_checkpoint = in_turn(training.save_checkpoint, Path(folder))
         gpt.main(on_arguments=watch)
         spent.setdefault("mb", []).extend(map(size_of, Path(folder).glob("iter_*")))
-        seams.uninstall()
+        handle.uninstall()
     pipe.send(spent)
 
 

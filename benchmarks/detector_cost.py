@@ -21,9 +21,8 @@ from typing import Any
 from megatron_stability.decide.config import Decide
 from megatron_stability.decide.policy import TablePolicy
 from megatron_stability.detect import build
-from megatron_stability.detect.base import Detector, Stateless
+from megatron_stability.detect.base import Detector, Stateless, silent
 from megatron_stability.detect.config import Detect
-from megatron_stability.detect.signals import silent
 from megatron_stability.pipeline import Pipeline
 from megatron_stability.records import Action, Decision, StepRecord, Verdict
 

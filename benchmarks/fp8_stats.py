@@ -16,8 +16,8 @@ from collections.abc import Callable
 
 import torch
 
-from megatron_stability.numerics.fp8_formats import E4M3
-from megatron_stability.numerics.fp8_stats import CHUNK, read, tensor_stats
+from megatron_stability.numerics.fp8.formats import E4M3
+from megatron_stability.numerics.fp8.stats import CHUNK, read, tensor_stats
 
 
 def separate_passes(x: torch.Tensor, scale: torch.Tensor) -> list[float]:

@@ -23,23 +23,24 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.step_overhead import WARM_UP, flags, interval
-from megatron_stability.megatron.ranks import rendezvous
+from megatron_stability.megatron.start.ranks import rendezvous
 
 LIMIT = 0.005
 
 
 def measure(hidden_size: int, steps: int, folder: str) -> list[tuple[bool, float, float]]:
     """(telemetry on, step seconds, seconds inside its calls) of each step after the warm-up."""
-    from megatron_stability.megatron.launch import Job
+    from megatron_stability.megatron.start.job import Job
 
     job = Job((), None, cpu=True, patched=True)
     os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"} | rendezvous()
     job.prepare()
     from megatron_stability import config as tree
-    from megatron_stability.megatron import cpu, seams
-    from megatron_stability.megatron import pretrain as gpt
-    from megatron_stability.megatron.fp8_hook import Fp8Hook
+    from megatron_stability.megatron import cpu
+    from megatron_stability.megatron.access import handle
+    from megatron_stability.megatron.fp8.hook import Fp8Hook
     from megatron_stability.megatron.runtime import Runtime
+    from megatron_stability.megatron.start import pretrain_gpt as gpt
 
     marks: list[tuple[bool, float, list[float]]] = []
 
@@ -74,7 +75,7 @@ def measure(hidden_size: int, steps: int, folder: str) -> list[tuple[bool, float
             "stability_fp8_emulate": "delayed",
             "stability_fp8_sample_every": "1000000",  # no tier 2
         }
-        seams.install(Alternating(tree.load(overrides=overrides), args))
+        handle.install(Alternating(tree.load(overrides=overrides), args))
 
     sys.argv = ["fp8_tier1", *cpu.FLAGS, *flags(hidden_size, steps, folder), "--stability-mode", "off"]
     gpt.main(on_arguments=on_arguments)

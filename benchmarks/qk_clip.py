@@ -28,7 +28,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from tests.dist import attention_models as models
+from tests.dist.attention import attention_models as models
 from tests.dist.pool import Context, Pool, megatron_on_cpu
 
 TAU = 100.0
@@ -74,7 +74,7 @@ def measure(context: Context, layers: int, heads: int, repeats: int) -> dict[str
     """Milliseconds (median), collectives and host synchronisations of both ways, in both cases."""
     from megatron.core.optimizer.qk_clip import clip_qk
 
-    from megatron_stability.megatron.qk_clip import AttentionHook, StabilityConfig
+    from megatron_stability.megatron.attention.qk_clip import AttentionHook, StabilityConfig
     from megatron_stability.numerics.attention_probe import HeadStatistics
 
     context.megatron()

@@ -33,7 +33,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from megatron_stability.megatron.ranks import rendezvous
+from megatron_stability.megatron.start.ranks import rendezvous
 
 WARM_UP = 8  # steps before the first reading
 GPU_FLAGS = (  # one GPU without Transformer Engine and Apex
@@ -102,16 +102,17 @@ def measure(device: str, hidden_size: int, steps: int, folder: str, pipe: Any) -
 
     A step is (on, step seconds, seconds inside our calls, host synchronisations inside our calls).
     """
-    from megatron_stability.megatron.launch import Job
+    from megatron_stability.megatron.start.job import Job
 
     job = Job((), None, cpu=device == "cpu", patched=True)
     os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"} | rendezvous()
     job.prepare()
     clock = HostClock() if device == "cpu" else DeviceClock()
     from megatron_stability import config as tree
-    from megatron_stability.megatron import cpu, seams
-    from megatron_stability.megatron import pretrain as gpt
+    from megatron_stability.megatron import cpu
+    from megatron_stability.megatron.access import handle
     from megatron_stability.megatron.runtime import Runtime
+    from megatron_stability.megatron.start import pretrain_gpt as gpt
 
     class Alternating(Runtime):
         """On in every second step; keeps the time of each step, and of our calls in it."""
@@ -158,7 +159,7 @@ def measure(device: str, hidden_size: int, steps: int, folder: str, pipe: Any) -
 
     def on_arguments(args: Any) -> None:
         made.append(Alternating(tree.load(overrides={"stability_record_dir": folder}), args))
-        seams.install(made[0])
+        handle.install(made[0])
 
     def provider(*arguments: Any, **keywords: Any) -> Any:
         nonlocal count
@@ -172,20 +173,21 @@ def measure(device: str, hidden_size: int, steps: int, folder: str, pipe: Any) -
 
 def count_collectives(mode: str, rank: int, port: int, folder: str, pipe: Any) -> None:
     """One of two data-parallel ranks: send {collective: calls} of ten steps."""
-    from megatron_stability.megatron.launch import Job
+    from megatron_stability.megatron.start.job import Job
 
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     Job((), None, cpu=True, patched=mode != "stock").prepare()
     import torch
 
-    from megatron_stability.megatron import cpu, seams
-    from megatron_stability.megatron import pretrain as gpt
+    from megatron_stability.megatron import cpu
+    from megatron_stability.megatron.access import handle
+    from megatron_stability.megatron.start import pretrain_gpt as gpt
 
     setting = "act" if mode == "on" else "off"
     sys.argv = ["step_overhead", *cpu.FLAGS, *flags(64, 10, folder), "--stability-mode", setting]
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         gpt.main()
-    seams.uninstall()
+    handle.uninstall()
     pipe.send({event.key: event.count for event in profile.key_averages() if event.key.startswith("c10d::")})
 
 

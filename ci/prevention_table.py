@@ -59,7 +59,7 @@ _PER_HEAD, _WHOLE = "QK-norm `rmsnorm`", "QK-norm `rmsnorm_whole`"
 _CAP, _HEAD = "attention softcap, `auto`", ("final softcap", "z-loss")
 _INIT, _CLIP = ("`init.qk`", "`init.embedding`"), "embedding clip"
 _RELEASE = (_WHOLE, _CAP, *_HEAD, *_INIT, _CLIP)  # tests/e2e/test_prevention.py: TP 2, SP and MTP in one run
-_LAYOUT = (*_QK, _CAP, *_HEAD)  # tests/dist/test_prevention_layouts.py
+_LAYOUT = (*_QK, _CAP, *_HEAD)  # tests/dist/model/test_prevention_layouts.py
 TESTED: dict[str, tuple[str, ...]] = {
     "TP": (*_LAYOUT, *_INIT, _CLIP),
     "TP > groups": (_PER_HEAD, *_HEAD),
@@ -76,7 +76,7 @@ TESTED: dict[str, tuple[str, ...]] = {
     "0.18": _RELEASE,
     "0.19": (*_LAYOUT, *_INIT, _CLIP),
 }
-MATHEMATICS: dict[str, tuple[str, ...]] = {"CP": _LAYOUT}  # tests/dist/test_sharded_numerics.py
+MATHEMATICS: dict[str, tuple[str, ...]] = {"CP": _LAYOUT}  # tests/dist/observe/test_sharded_numerics.py
 
 
 def arguments(**changes: Any) -> Namespace:

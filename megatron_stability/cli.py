@@ -31,18 +31,28 @@ class Command:
 
 
 COMMANDS = (
-    Command("pretrain", "megatron_stability.megatron.launch", "pretrain", "train a GPT with Megatron and this plugin"),
-    Command("run", "megatron_stability.megatron.launch", "run_script", "run an unmodified pretrain_gpt.py with it"),
+    Command(
+        "pretrain", "megatron_stability.megatron.start.command", "pretrain", "train a GPT with Megatron and this plugin"
+    ),
+    Command(
+        "run", "megatron_stability.megatron.start.command", "run_script", "run an unmodified pretrain_gpt.py with it"
+    ),
     Command("nemo", "megatron_stability.nemo.launch", "run", "train from a NeMo YAML recipe, on Megatron-Bridge"),
     Command("patch", "megatron_stability.megatron.patching.command", "run", "open the seams in an installed Megatron"),
-    Command("prepare-data", "megatron_stability.megatron.prepare_data", "run", "make Megatron's data files from text"),
-    Command("checkpoint", "megatron_stability.record.checkpoint_command", "run", "list, verify, drill checkpoints"),
-    Command("cadence", "megatron_stability.record.cadence_command", "run", "how often to save, from measured costs"),
-    Command("report", "megatron_stability.record.report", "run", "write the HTML report of a run"),
-    Command("compare", "megatron_stability.compare.command", "run", "an FP8 run against its BF16 control, with a gate"),
-    Command("fp8-readiness", "megatron_stability.megatron.fp8_readiness", "run", "which linears would bear FP8"),
+    Command("prepare-data", "megatron_stability.megatron.start.prepare_data", "run", "make data files from text"),
+    Command("checkpoint", "megatron_stability.checkpoints.command", "run", "list, verify, drill checkpoints"),
+    Command(
+        "cadence", "megatron_stability.checkpoints.cadence_command", "run", "how often to save, from measured costs"
+    ),
+    Command("report", "megatron_stability.report.command", "run", "write the HTML report of a run"),
+    Command(
+        "compare", "megatron_stability.fp8_compare.command", "run", "an FP8 run against its BF16 control, with a gate"
+    ),
+    Command("fp8-readiness", "megatron_stability.megatron.start.fp8_readiness", "run", "which linears would bear FP8"),
     Command("doctor", "megatron_stability.doctor", "run", "what is installed, and whether FP8 can be active"),
-    Command("quickstart", "megatron_stability.megatron.quickstart", "run", "train a small GPT with and without it"),
+    Command(
+        "quickstart", "megatron_stability.megatron.start.quickstart", "run", "train a small GPT with and without it"
+    ),
 )
 
 # Packages that the base install leaves out, and the extra that brings each.

@@ -26,7 +26,7 @@ from megatron_stability.decide.config import Decide
 from megatron_stability.detect.config import Detect
 from megatron_stability.errors import UsageError
 from megatron_stability.numerics.config import Model
-from megatron_stability.numerics.fp8_config import Fp8
+from megatron_stability.numerics.fp8.config import Fp8
 from megatron_stability.observe.config import Observe, QKClip
 from megatron_stability.section import Section
 

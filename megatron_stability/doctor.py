@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Literal
 
 from megatron_stability.errors import EXIT_FINDING, EXIT_FINE, UsageError
-from megatron_stability.record import entries
+from megatron_stability.ledger import entries
 
 TIMEOUT_S = 300
 _ANSWER = '{"state": '  # packages print lines of their own

@@ -2,7 +2,7 @@
 
 EXIT_FINE, EXIT_FINDING, EXIT_UNUSABLE = 0, 1, 2
 EXIT_HALTED = 18  # the policy stopped the run; 16 and 17 are taken by the rerun state machine of Megatron
-EXIT_REWIND = 19  # the policy wants the run started again, from an older checkpoint (`record/run_state.py`)
+EXIT_REWIND = 19  # the policy wants the run started again, from an older checkpoint (`checkpoints/run_state.py`)
 
 
 class UsageError(Exception):

@@ -5,7 +5,7 @@
 `observe` is the only place where ranks talk: one all-gather of a fixed vector. From there on every rank computes the
 same values from the same record, so every rank takes the same decision without another word.
 
-Two calls a step, made by the host's adapter (`megatron/train_hooks.py`, `nemo/`):
+Two calls a step, made by the adapter (`megatron/runtime.py`, for either host's loop):
 
     record, decision = pipeline.decide(local)   # between the gradient norm and the optimizer step
     pipeline.finish(record, decision)           # after it: baselines learn, the ledger gets its line

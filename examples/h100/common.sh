@@ -28,7 +28,7 @@ train() { # train NAME FLAG...: one run into $OUT/NAME; under torchrun, or one s
         launch=(srun --ntasks-per-node 1 "${launch[@]}" --rdzv-backend c10d --rdzv-endpoint "$head:29500" --rdzv-id "$SLURM_JOB_ID-$name")
     fi
     # shellcheck disable=SC2086 # DATA is a list of flags
-    "${launch[@]}" -m megatron_stability.cli pretrain "${model[@]}" "${training[@]}" $DATA --spec megatron_stability \
+    "${launch[@]}" -m megatron_stability pretrain "${model[@]}" "${training[@]}" $DATA --spec megatron_stability \
         --stability-record-dir "$OUT/$name" --tensorboard-dir "$OUT/$name/tensorboard" "$@"
 }
 

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from megatron_stability.errors import UsageError
-from megatron_stability.record.entries import StepEntry, read
+from megatron_stability.ledger.entries import StepEntry, read
 
 Steps = tuple[StepEntry, ...]
 LAYOUTS = {"dp2": "DP 2, distributed optimizer", "tp2pp2": "TP 2 × PP 2"}

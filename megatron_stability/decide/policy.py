@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from megatron_stability.decide.config import Decide, Rule
-from megatron_stability.decide.gate import RepairGate
+from megatron_stability.decide.repair_gate import RepairGate
 from megatron_stability.records import Action, Decision, StepRecord, Tier, Verdict
 
 WINDOW = 1000  # settled steps over which `max_skips_per_1000_steps` counts

@@ -8,7 +8,7 @@ from megatron_stability.detect import data, grad_norm, growth, limits, loss, tre
 from megatron_stability.detect.base import Detector
 from megatron_stability.detect.config import Detect
 from megatron_stability.detect.non_finite import NonFinite
-from megatron_stability.detect.ranks import RankAgreement
+from megatron_stability.detect.rank_agreement import RankAgreement
 
 # In the order in which they inspect: finiteness and agreement before any comparison.
 DETECTORS: tuple[Any, ...] = (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Collection, Sequence
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 from megatron_stability.detect.config import Early, Windowed
@@ -218,3 +219,17 @@ class WindowDetector(RingDetector[Window]):
 
     def __init__(self, config: Windowed, early: Early) -> None:
         super().__init__(config, early, Window(config.window))
+
+
+def silent(detectors: Sequence[Detector], available: Collection[str]) -> dict[str, tuple[str, ...]]:
+    """Detectors that will say nothing, and the signals they lack.
+
+    Args:
+        detectors: from `build`.
+        available: names of the signals that the run's observers measure.
+
+    Returns:
+        Missing signal names by detector name; empty if every detector has what it reads.
+    """
+    lacking = {d.name: tuple(name for name in d.requires if name not in available) for d in detectors}
+    return {name: missing for name, missing in lacking.items() if missing}

@@ -8,8 +8,8 @@ from typing import Any, ClassVar
 from megatron_stability.detect import config as c
 from megatron_stability.detect.base import BaselineDetector, Finding, WindowDetector
 from megatron_stability.detect.loss import sigma_finding
-from megatron_stability.detect.signals import HELD_OUT, SETS
 from megatron_stability.records import StepRecord, Tier
+from megatron_stability.signals import HELD_OUT, SETS
 
 
 class GrowthDetector(WindowDetector):

@@ -6,8 +6,8 @@ from argparse import ArgumentParser, Namespace
 
 from megatron_stability import config as tree
 from megatron_stability.errors import UsageError
-from megatron_stability.megatron import apex, seams
-from megatron_stability.megatron.fp8_flags import refuse_inactive_fp8
+from megatron_stability.megatron.access import apex, handle
+from megatron_stability.megatron.fp8.flags import refuse_inactive_fp8
 from megatron_stability.megatron.model import settings
 from megatron_stability.records import Action
 
@@ -46,16 +46,16 @@ def install_runtime(args: Namespace) -> None:
                 "run before a non-finite step can be skipped; the same values are judged at the gate",
                 flush=True,
             )
-    from megatron_stability.megatron import weight_hooks
+    from megatron_stability.megatron.observers import hooks
     from megatron_stability.megatron.runtime import Runtime
 
-    weight_hooks.refuse_what_cannot_work(config, args)
+    hooks.refuse_what_cannot_work(config, args)
     runtime = Runtime(config, args)
     if config.fp8.inspect:  # before the model is built: TE's modules ask for nvdlfw-inspect as they are made
         from megatron_stability.transformer_engine import sampled
 
         sampled.begin(config.fp8.sample_every, runtime.ledger_folder() / "nvdlfw_inspect")
-    seams.install(runtime)
+    handle.install(runtime)
 
 
 def refuse_what_cannot_work(config: tree.StabilityConfig, args: Namespace) -> None:

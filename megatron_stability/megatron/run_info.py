@@ -8,10 +8,10 @@ import torch
 
 import megatron_stability
 from megatron_stability.config import StabilityConfig
-from megatron_stability.megatron import install_digest
-from megatron_stability.megatron.host import Host
-from megatron_stability.record.bundle import Context, plain_args
-from megatron_stability.record.ledger import RunInfo
+from megatron_stability.ledger.bundle import Context, plain_args
+from megatron_stability.ledger.ledger import RunInfo
+from megatron_stability.megatron.access.host import Host
+from megatron_stability.megatron.patching import install_digest
 
 # What two runs must share to have seen the same samples in the same order.
 _DATA = (

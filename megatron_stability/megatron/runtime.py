@@ -26,20 +26,24 @@ from megatron_stability.act.scale import Scale
 from megatron_stability.config import StabilityConfig
 from megatron_stability.decide.policy import TablePolicy
 from megatron_stability.errors import EXIT_HALTED, EXIT_REWIND, UsageError
-from megatron_stability.megatron import incident, install_digest, optimizer_state, weight_hooks
-from megatron_stability.megatron.batch_monitor import skip_ahead
-from megatron_stability.megatron.checkpoint import Checkpoints
-from megatron_stability.megatron.held_out import HeldOutHook
-from megatron_stability.megatron.host import Host
+from megatron_stability.ledger.bundle import Bundles
+from megatron_stability.ledger.ledger import Ledger
+from megatron_stability.megatron import evidence
+from megatron_stability.megatron.access import optimizer_state
+from megatron_stability.megatron.access.host import Host
+from megatron_stability.megatron.checkpoint.checkpoints import Checkpoints
+from megatron_stability.megatron.checkpoint.rewind import Rewinds
 from megatron_stability.megatron.model import init
-from megatron_stability.megatron.model.loss import HeadLoss, LogZHook, real_vocab_size
-from megatron_stability.megatron.rewind import Rewinds
+from megatron_stability.megatron.model.loss import HeadLoss, real_vocab_size
+from megatron_stability.megatron.observers import hooks as weight_hooks
+from megatron_stability.megatron.observers.batches import skip_ahead
+from megatron_stability.megatron.observers.held_out import HeldOutHook
+from megatron_stability.megatron.observers.log_z import LogZHook
+from megatron_stability.megatron.patching import install_digest
 from megatron_stability.megatron.run_info import bundle_context, run_info
-from megatron_stability.megatron.sinks import MegatronWriters
+from megatron_stability.megatron.writers import MegatronWriters
 from megatron_stability.observe.reduction import LocalSignals, Reduction, chained
 from megatron_stability.pipeline import Pipeline, Sink
-from megatron_stability.record.bundle import Bundles
-from megatron_stability.record.ledger import Ledger
 from megatron_stability.records import Action, Decision, StepRecord
 
 STATE_KEY = "megatron_stability"
@@ -146,14 +150,10 @@ class Runtime:
         """The complaint, if this rank has a layer that can't be hooked, is for every rank to raise."""
         model = self.config.model
         try:
-            where = (
-                self.ledger_folder(),
-                self._args,
-                self.rewinds.data,
-                self.host,
-                lambda: self.checkpoints.extra_states,
+            where = self.ledger_folder(), self._args, self.rewinds.data, self.host
+            self._weight_hooks = weight_hooks.build(
+                self.config, self.model, self.optimizer, device, *where, lambda: self.checkpoints.extra_states
             )
-            self._weight_hooks = weight_hooks.build(self.config, self.model, self.optimizer, device, *where)
             if self._args.iteration > 0:
                 self._load_hook_states()
             if model.changes_loss:
@@ -268,7 +268,7 @@ class Runtime:
             assert self._forward_state is not None
             self._forward_state.restore()
             if self.config.record.batch and self.config.record.max_bundles:
-                self._evidence = incident.evidence(self.rewinds.data, record)
+                self._evidence = evidence.evidence(self.rewinds.data, record)
         elif not update_successful:
             reason = "the loss scaler backed off" if record.overflow else "Megatron itself withheld the update"
             decision = dataclasses.replace(decision, action=Action.SKIP, reason=reason)
@@ -291,7 +291,7 @@ class Runtime:
         """A halt leaves the loop before the step is counted; the last good checkpoint stays the newest. Collective."""
         if self._step is None or self._step[1].action not in (Action.REWIND, Action.HALT):
             if should_exit:
-                self._ending(exit_code, incident.RERUN_VERDICTS.get(exit_code, "Megatron's train_step asked for it"))
+                self._ending(exit_code, evidence.RERUN_VERDICTS.get(exit_code, "Megatron's train_step asked for it"))
             return should_checkpoint, should_exit, exit_code
         record, decision = self._step
         reason = decision.reason

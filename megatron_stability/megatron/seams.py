@@ -6,12 +6,10 @@ Importing this module costs nothing: no torch, no megatron. The calls stand in `
     update_allowed, (optimizer), update_done, exit_after_step, rewound
 
 or, for a step whose samples are passed over, passes_over alone.
-
 """
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import sys
 from argparse import ArgumentParser, Namespace
@@ -19,37 +17,15 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from megatron_stability.errors import UsageError
-from megatron_stability.megatron.ranks import speaks
+from megatron_stability.megatron.access.handle import SLOT, Slot
+from megatron_stability.megatron.access.speaks import speaks
 
 if TYPE_CHECKING:
     from megatron_stability.megatron.runtime import Runtime
 
-_runtime: Runtime | None = None  # the one handle; set by `install`, cleared by `uninstall`
+_slot: Slot[Runtime] = SLOT
 
 SPEC = ("megatron_stability.megatron.layer_specs", "stability_layer_spec")
-
-
-def install(runtime: Runtime) -> None:
-    """Make `runtime` the one that the seams ask."""
-    global _runtime
-    if _runtime is not None and _runtime is not runtime:
-        raise RuntimeError("a megatron_stability runtime is installed already; uninstall it first")
-    _runtime = runtime
-    atexit.register(uninstall)  # a script of one's own, in a patched clone, knows nothing of it
-
-
-def uninstall() -> None:
-    """Forget the runtime and close what it holds open; from here on a patched Megatron runs as stock."""
-    global _runtime
-    if _runtime is not None:
-        _runtime.close()
-    _runtime = None
-    atexit.unregister(uninstall)
-
-
-def installed() -> Runtime | None:
-    """The installed runtime."""
-    return _runtime
 
 
 @contextlib.contextmanager
@@ -59,7 +35,7 @@ def _one_sentence(rank: int) -> Iterator[None]:
         yield
     except UsageError as error:
         if speaks(rank):
-            text = str(error) if _runtime is None else _runtime.host.in_its_words(str(error))
+            text = str(error) if _slot.runtime is None else _slot.runtime.host.in_its_words(str(error))
             print(f"megatron-stability: {text}", file=sys.stderr, flush=True)
         sys.exit(error.exit_code)
 
@@ -92,128 +68,128 @@ def language_model_loss(module: Any, labels: Any, logits: Any) -> Any:
 
     Collective over the module's tensor-parallel group where it is ours.
     """
-    return None if _runtime is None else _runtime.language_model_loss(module, labels, logits)
+    return None if _slot.runtime is None else _slot.runtime.language_model_loss(module, labels, logits)
 
 
 def final_logits(logits: Any) -> Any:
     """`core/models/gpt/gpt_model.py`, where logits are returned as such: the final softcap on them, if there is one."""
-    return logits if _runtime is None else _runtime.final_logits(logits)
+    return logits if _slot.runtime is None else _slot.runtime.final_logits(logits)
 
 
 def train_begins(model: list[Any], optimizer: Any, opt_param_scheduler: Any) -> None:
     """`training/training.py train`, after the checkpoint was loaded and before the first step. Collective."""
-    if _runtime is not None:
-        with _one_sentence(_runtime.rank):
-            _runtime.train_begins(model, optimizer, opt_param_scheduler)
+    if _slot.runtime is not None:
+        with _one_sentence(_slot.runtime.rank):
+            _slot.runtime.train_begins(model, optimizer, opt_param_scheduler)
 
 
 def data_ready(provider: Any, loaders: tuple[Any, Any, Any], train: Any, valid: Any) -> None:
     """`build_train_valid_test_data_iterators`, at its end, once for each model chunk."""
-    if _runtime is not None:
-        _runtime.rewinds.data.ready(provider, loaders, train, valid)
+    if _slot.runtime is not None:
+        _slot.runtime.rewinds.data.ready(provider, loaders, train, valid)
 
 
 def passes_over(data_iterator: Any) -> bool:
     """`train_step`, before anything: whether the step's samples were drawn and dropped. The same on every rank."""
-    return _runtime is not None and _runtime.passes_over(data_iterator)
+    return _slot.runtime is not None and _slot.runtime.passes_over(data_iterator)
 
 
 def step_begins() -> None:
     """`train_step`, before forward and backward."""
-    if _runtime is not None:
-        _runtime.step_begins()
+    if _slot.runtime is not None:
+        _slot.runtime.step_begins()
 
 
 def losses_ready(losses_reduced: Sequence[dict[str, Any]]) -> None:
     """`train_step`, after the last forward and backward: this rank's micro-batch losses."""
-    if _runtime is not None:
-        _runtime.losses_ready(losses_reduced)
+    if _slot.runtime is not None:
+        _slot.runtime.losses_ready(losses_reduced)
 
 
 def update_allowed(optimizer: Any, grad_norm: Any) -> bool:
     """`core/optimizer/optimizer.py step`, between the norm and `step_with_ready_grads`: the gate. Collective."""
-    return _runtime is None or _runtime.update_allowed(optimizer, grad_norm)
+    return _slot.runtime is None or _slot.runtime.update_allowed(optimizer, grad_norm)
 
 
 def update_done(update_successful: bool) -> None:
     """`train_step`, right after `optimizer.step()`."""
-    if _runtime is not None:
-        _runtime.update_done(update_successful)
+    if _slot.runtime is not None:
+        _slot.runtime.update_done(update_successful)
 
 
 def exit_after_step(should_checkpoint: bool, should_exit: bool, exit_code: int) -> tuple[bool, bool, int]:
     """`train`, after `train_step`: what Megatron wants, or our own halt."""
-    if _runtime is None:
+    if _slot.runtime is None:
         return should_checkpoint, should_exit, exit_code
-    with _one_sentence(_runtime.rank):
-        return _runtime.exit_after_step(should_checkpoint, should_exit, exit_code)
+    with _one_sentence(_slot.runtime.rank):
+        return _slot.runtime.exit_after_step(should_checkpoint, should_exit, exit_code)
 
 
 def rewound(operations: int) -> tuple[int, int] | None:
     """`train`, right after: the iteration, and its floating-point operations so far, at which the loop goes on."""
-    return None if _runtime is None else _runtime.rewinds.go_on(operations)
+    return None if _slot.runtime is None else _slot.runtime.rewinds.go_on(operations)
 
 
 def evaluated(suffix: str, total_loss_dict: dict[str, Any]) -> None:
     """`evaluate_and_print_results`, after each validation set: its losses, empty but on the last pipeline stage."""
-    if _runtime is not None:
-        _runtime.evaluated(suffix, total_loss_dict)
+    if _slot.runtime is not None:
+        _slot.runtime.evaluated(suffix, total_loss_dict)
 
 
 def log_string() -> str:
     """`training_log`: what is appended to Megatron's log line."""
-    return "" if _runtime is None else _runtime.log_string()
+    return "" if _slot.runtime is None else _slot.runtime.log_string()
 
 
 def add_checkpoint_state(state_dict: dict[str, Any]) -> None:
     """`training/checkpointing.py generate_state_dict`: our state, as one JSON string."""
-    if _runtime is not None:
-        _runtime.add_checkpoint_state(state_dict)
+    if _slot.runtime is not None:
+        _slot.runtime.add_checkpoint_state(state_dict)
 
 
 def load_checkpoint_state(state_dict: dict[str, Any]) -> None:
     """`training/checkpointing.py load_checkpoint`: the inverse."""
-    if _runtime is not None:
-        _runtime.load_checkpoint_state(state_dict)
+    if _slot.runtime is not None:
+        _slot.runtime.load_checkpoint_state(state_dict)
 
 
 def save_begins(save_dir: str, iteration: int) -> None:
     """`training/checkpointing.py save_checkpoint`, before anything is written. Collective."""
-    if _runtime is not None:
-        with _one_sentence(_runtime.rank):
-            _runtime.checkpoints.save_begins(save_dir, iteration)
+    if _slot.runtime is not None:
+        with _one_sentence(_slot.runtime.rank):
+            _slot.runtime.checkpoints.save_begins(save_dir, iteration)
 
 
 def checkpoint_write[**P, T](write: Callable[P, T]) -> Callable[P, T | None]:
     """`save_checkpoint`: what writes the files, such that a full disk does not end the run."""
-    return write if _runtime is None else _runtime.checkpoints.survives_a_full_disk(write)
+    return write if _slot.runtime is None else _slot.runtime.checkpoints.survives_a_full_disk(write)
 
 
 def checkpoint_saved(save_dir: str, iteration: int, async_save_request: Any) -> None:
     """`training/checkpointing.py save_checkpoint`, after the last rank has written, or the request to. Collective."""
-    if _runtime is not None:
-        _runtime.checkpoints.saved(save_dir, iteration, async_save_request)
+    if _slot.runtime is not None:
+        _slot.runtime.checkpoints.saved(save_dir, iteration, async_save_request)
 
 
 def moves_tracker() -> bool:
     """`save_checkpoint`: whether the tracker file is the plugin's to move."""
-    return _runtime is not None and _runtime.checkpoints.moves_tracker()
+    return _slot.runtime is not None and _slot.runtime.checkpoints.moves_tracker()
 
 
 def load_begins(load_dir: str | None, optimizer: Any) -> None:
     """`training/checkpointing.py load_checkpoint`, before anything is read. Collective."""
-    if _runtime is not None:
-        with _one_sentence(_runtime.rank):
-            _runtime.checkpoints.load_begins(load_dir, optimizer)
+    if _slot.runtime is not None:
+        with _one_sentence(_slot.runtime.rank):
+            _slot.runtime.checkpoints.load_begins(load_dir, optimizer)
 
 
 def strict_load_failed(error: Exception) -> None:
     """`load_checkpoint`, where Megatron is about to repeat a failed strict load with strict=False."""
-    if _runtime is not None:
+    if _slot.runtime is not None:
         with _one_sentence(0):  # a rank fails alone here, so each says why
-            _runtime.checkpoints.strict_load_failed(error)
+            _slot.runtime.checkpoints.strict_load_failed(error)
 
 
 def failed_load_code() -> int | None:
     """`load_checkpoint` and what it calls: the exit code of a load that failed; Megatron's own is None, so 0."""
-    return None if _runtime is None else 1
+    return None if _slot.runtime is None else 1

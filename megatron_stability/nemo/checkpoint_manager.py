@@ -26,11 +26,12 @@ from megatron.core import dist_checkpointing
 from megatron.core.utils import unwrap_model
 from megatron.training import print_rank_0
 
-from megatron_stability.megatron import resume, seams
+from megatron_stability.checkpoints import generations
+from megatron_stability.megatron import seams
+from megatron_stability.megatron.access import collectives, handle
 from megatron_stability.megatron.runtime import Runtime
 from megatron_stability.nemo.bridge_args import BridgeArgs
 from megatron_stability.nemo.loop import BridgeHost
-from megatron_stability.record import generations
 
 OWN = "stability_state"
 
@@ -55,8 +56,8 @@ class StabilityCheckpointManager(DefaultCheckpointManager):
     def __init__(self, checkpoint_config: CheckpointConfig) -> None:
         """Bridge gives its section of the container."""
         super().__init__(checkpoint_config)
-        runtime = seams.installed()
-        assert runtime is not None, "attach() installs runtime and manager"
+        runtime = handle.installed()
+        assert isinstance(runtime, Runtime), "attach() installs runtime and manager"
         assert isinstance(runtime.host, BridgeHost)
         self._runtime: Runtime = runtime
         self._args: BridgeArgs = runtime.host.args
@@ -64,7 +65,7 @@ class StabilityCheckpointManager(DefaultCheckpointManager):
         self.loaded = False
         runtime.host.manager = self
         if checkpoint_config.load is not None:
-            resume.from_rank_0(partial(_show, Path(checkpoint_config.load)))
+            collectives.from_rank_0(partial(_show, Path(checkpoint_config.load)))
 
     def save(self, ctx: CheckpointSaveContext, callback_manager: Any) -> None:
         """Bridge's files, ours beside them, and the manifest once all are written. Collective."""
@@ -80,7 +81,7 @@ class StabilityCheckpointManager(DefaultCheckpointManager):
             return True
 
         def ours() -> None:
-            resume.from_rank_0(partial((folder / OWN).mkdir, parents=True, exist_ok=True))
+            collectives.from_rank_0(partial((folder / OWN).mkdir, parents=True, exist_ok=True))
             dist_checkpointing.save({name: own[name] for name in own if name != "iteration"}, str(folder / OWN))
 
         if seams.checkpoint_write(bridges)():  # else the disk is full, and what is there goes away
@@ -131,7 +132,7 @@ def _show(root: Path) -> None:
 
 
 def _is_there(folder: Path) -> bool:
-    return bool(resume.from_rank_0(folder.is_dir))
+    return bool(collectives.from_rank_0(folder.is_dir))
 
 
 @contextlib.contextmanager

@@ -28,11 +28,14 @@ from megatron.training import print_rank_0
 
 from megatron_stability.config import StabilityConfig
 from megatron_stability.errors import UsageError
-from megatron_stability.megatron import arguments, cpu, drills, layer_specs, seams, weight_hooks
-from megatron_stability.megatron.fp8_flags import refuse_inactive_fp8
-from megatron_stability.megatron.model import settings
+from megatron_stability.megatron import arguments, cpu
+from megatron_stability.megatron.access import handle
+from megatron_stability.megatron.fp8.flags import refuse_inactive_fp8
+from megatron_stability.megatron.model import layer_specs, settings
+from megatron_stability.megatron.observers import hooks
 from megatron_stability.megatron.runtime import Runtime
-from megatron_stability.nemo import describe, faults
+from megatron_stability.megatron.start import faults
+from megatron_stability.nemo import describe, injection
 from megatron_stability.nemo.bridge_args import BridgeArgs
 from megatron_stability.nemo.loop import BridgeHost, StabilityCallback
 from megatron_stability.records import Action
@@ -56,7 +59,7 @@ class Attached:
 
     def close(self) -> None:
         """After `pretrain`, however it ended: complete the last checkpoint, close the ledger, forget the runtime."""
-        seams.uninstall()
+        handle.uninstall()
 
 
 def attach(container: ConfigContainer, stability: StabilityConfig, drill_fault: Sequence[str] = ()) -> Attached:
@@ -83,14 +86,14 @@ def attach(container: ConfigContainer, stability: StabilityConfig, drill_fault: 
         _refuse_unreadable_faults(args)
     lines = _set(stability, args)
     put_back = _lend(container, stability)
-    seams.install(Runtime(stability, args, host))
+    handle.install(Runtime(stability, args, host))
 
     def before_training() -> None:
         for line in lines:
             print_rank_0(f"> megatron-stability: {line}")
         put_back()
 
-    step = faults.inject(args) if drill_fault else forward_step
+    step = injection.inject(args) if drill_fault else forward_step
     return Attached([StabilityCallback(args, before_training)], step, (*describe.active(stability, args), *lines))
 
 
@@ -162,12 +165,12 @@ def _refuse_what_cannot_work(stability: StabilityConfig, args: BridgeArgs) -> No
     if container.peft is not None:
         raise UsageError("peft with stability: adapters are not covered; leave the section out, or stability.mode off")
     arguments.refuse_what_cannot_work(stability, args)
-    weight_hooks.refuse_what_cannot_work(stability, args)
+    hooks.refuse_what_cannot_work(stability, args)
 
 
 def _refuse_unreadable_faults(args: BridgeArgs) -> None:
     try:
-        drills.faults(args)
+        faults.faults(args)
     except ArgumentTypeError as error:
         raise UsageError(f"--drill-fault {error}") from None
 

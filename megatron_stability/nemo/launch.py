@@ -12,12 +12,14 @@ from functools import partial
 from pathlib import Path
 
 from megatron_stability.errors import EXIT_FINE, UsageError
-from megatron_stability.megatron.launch import MOST_RANKS, rank_main
-from megatron_stability.megatron.preflight import OneSentenceParser
-from megatron_stability.megatron.ranks import Ranks
-from megatron_stability.nemo import pretrain, recipe_file
+from megatron_stability.megatron.start.command import MOST_RANKS
+from megatron_stability.megatron.start.job import rank_main
+from megatron_stability.megatron.start.parser import OneSentenceParser
+from megatron_stability.megatron.start.ranks import Ranks
+from megatron_stability.nemo import pretrain
 from megatron_stability.nemo.pretrain import Job
-from megatron_stability.nemo.recipe_file import RecipeFile
+from megatron_stability.nemo.recipe import recipe_file
+from megatron_stability.nemo.recipe.recipe_file import RecipeFile
 
 MOST_RESTARTS = 1000
 

@@ -6,22 +6,36 @@ import re
 from argparse import Namespace
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from megatron.bridge.training.callbacks import Callback, CallbackContext
 
 from megatron_stability import config as tree
 from megatron_stability.megatron import seams
-from megatron_stability.megatron.host import Host
+from megatron_stability.megatron.access import handle
+from megatron_stability.megatron.access.host import Host
 from megatron_stability.nemo.bridge_args import BridgeArgs
-
-if TYPE_CHECKING:
-    from megatron_stability.nemo.checkpoint_manager import StabilityCheckpointManager
 
 _KEYS = MappingProxyType(
     {tree.flag(path): ".".join(("stability", *path)) for path, _ in tree.leaves()}
     | {"--fp8-format": "mixed_precision (fp8)", "--num-experts": "model.num_moe_experts"}
 )
+
+
+class Manager(Protocol):
+    """Bridge's checkpoint manager: `checkpoint_manager.StabilityCheckpointManager`.
+
+    Attributes:
+        loaded: whether Bridge asked it for a checkpoint.
+    """
+
+    loaded: bool
+
+    def finalize_async_saves(self, state: Any, blocking: bool = False) -> None:
+        """Collective: complete what is written."""
+
+    def written(self) -> None:
+        """All bytes of the oldest save under way are on disk."""
 
 
 class BridgeHost(Host):
@@ -35,7 +49,7 @@ class BridgeHost(Host):
     def __init__(self, args: BridgeArgs) -> None:
         """Takes the run's arguments."""
         self.args = args
-        self.manager: StabilityCheckpointManager | None = None
+        self.manager: Manager | None = None
 
     def writers(self) -> tuple[Any, Any]:
         """Bridge makes them on the last rank only."""
@@ -106,6 +120,6 @@ class StabilityCallback(Callback):
             manager.written()
 
 
-def _manager() -> StabilityCheckpointManager | None:
-    runtime = seams.installed()
+def _manager() -> Manager | None:
+    runtime = handle.installed()
     return runtime.host.manager if runtime is not None and isinstance(runtime.host, BridgeHost) else None

@@ -22,8 +22,8 @@ from typing import Any, TextIO
 
 from megatron_stability.config import StabilityConfig
 from megatron_stability.errors import EXIT_FINE, UsageError
-from megatron_stability.megatron.preflight import OneSentenceParser
-from megatron_stability.megatron.ranks import speaks
+from megatron_stability.megatron.access.speaks import speaks
+from megatron_stability.megatron.start.parser import OneSentenceParser
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,8 @@ class Job:
 
     def prepare(self) -> None:
         """Make this process ready to import Megatron and Bridge, then import them."""
-        from megatron_stability.nemo import recipe_file, te_stand_in
+        from megatron_stability.nemo import te_stand_in
+        from megatron_stability.nemo.recipe import recipe_file
 
         if find_spec("megatron") is None or find_spec("megatron.bridge") is None:
             raise UsageError(
@@ -80,7 +81,8 @@ class Job:
         """
         from megatron.bridge.training.config import runtime_config_update
 
-        from megatron_stability.nemo import host, merge, recipe_file, values
+        from megatron_stability.nemo import host
+        from megatron_stability.nemo.recipe import merge, recipe_file, values
 
         wanted = recipe_file.read(self.file, self.words, self.scale_down)
         container, notes = merge.build(wanted, self.cpu)

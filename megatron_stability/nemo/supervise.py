@@ -12,9 +12,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from megatron_stability.checkpoints import generations, run_state
+from megatron_stability.checkpoints.run_state import RunState
 from megatron_stability.errors import EXIT_HALTED, EXIT_REWIND
-from megatron_stability.record import generations, run_state
-from megatron_stability.record.run_state import RunState
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 

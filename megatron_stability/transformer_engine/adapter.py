@@ -18,7 +18,7 @@ import torch
 from packaging.version import Version
 
 from megatron_stability.errors import UsageError
-from megatron_stability.numerics.fp8_formats import E4M3, E5M2
+from megatron_stability.numerics.fp8.formats import E4M3, E5M2
 from megatron_stability.sites import Site
 
 OLDEST, NEWEST = Version("2.9"), Version("2.20")

@@ -22,8 +22,8 @@ import torch.distributed as dist
 import xxhash
 
 from megatron_stability.errors import UsageError
-from megatron_stability.observe import fp8_samples
-from megatron_stability.observe.fp8 import SIGNALS, AmaxHistory, binades, worst
+from megatron_stability.observe.fp8 import samples as fp8_samples
+from megatron_stability.observe.fp8.telemetry import SIGNALS, AmaxHistory, binades, worst
 from megatron_stability.observe.reduction import Combine
 from megatron_stability.records import StepRecord
 from megatron_stability.sites import TENSORS, Site

@@ -20,9 +20,9 @@ from typing import Any
 import torch
 
 from megatron_stability.errors import UsageError
-from megatron_stability.numerics.fp8_formats import E4M3, E5M2, Fp8Format
-from megatron_stability.numerics.fp8_recipes import Recipe
-from megatron_stability.numerics.fp8_stats import COLUMNS, combine, tensor_stats
+from megatron_stability.numerics.fp8.formats import E4M3, E5M2, Fp8Format
+from megatron_stability.numerics.fp8.recipes import Recipe
+from megatron_stability.numerics.fp8.stats import COLUMNS, combine, tensor_stats
 from megatron_stability.transformer_engine import adapter
 
 NAMESPACE, FEATURE = "transformer_engine", "StabilityFp8Stats"

@@ -48,7 +48,7 @@ def ask(folder, code):
 
 TABLE = """
 import json
-from megatron_stability.megatron import apex
+from megatron_stability.megatron.access import apex
 rows = {row.feature: [row.taken, row.usable] for row in apex.status()}
 loaded = sorted({"apex", "amp_C", "torch", "megatron", "transformer_engine"} & set(sys.modules))
 print(json.dumps([apex.state().name, rows, apex.line(), loaded]))

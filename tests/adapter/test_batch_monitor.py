@@ -13,7 +13,7 @@ from megatron_stability.decide.config import Decide, Rule
 from megatron_stability.decide.policy import TablePolicy
 from megatron_stability.detect.config import BadBatch, Early
 from megatron_stability.detect.data import BadBatch as Detector
-from megatron_stability.megatron.batch_monitor import BatchHook, LookAhead, skip_ahead
+from megatron_stability.megatron.observers.batches import BatchHook, LookAhead, skip_ahead
 from megatron_stability.pipeline import Pipeline
 from megatron_stability.records import Action, StepRecord, Tier
 

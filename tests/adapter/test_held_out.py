@@ -7,7 +7,7 @@ import torch
 
 from megatron_stability.detect.config import Early, HeldOut
 from megatron_stability.detect.growth import HeldOut as Detector
-from megatron_stability.megatron.held_out import HeldOutHook
+from megatron_stability.megatron.observers.held_out import HeldOutHook
 from megatron_stability.observe.reduction import LocalSignals, Reduction
 from megatron_stability.records import Tier
 

@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 
 from megatron_stability import cli
+from megatron_stability.data import prepare as data
+from megatron_stability.data.prepare import BIN, IDX, META, PROVENANCE, Options
 from megatron_stability.errors import UsageError
-from megatron_stability.megatron import prepare_data
-from megatron_stability.megatron.prepare_data import BIN, IDX, META, PROVENANCE, Options, prepare
+from megatron_stability.megatron.start.prepare_data import prepare
 
 pytestmark = pytest.mark.megatron
 
@@ -219,7 +220,7 @@ def test_an_unusable_tokenizer_file_is_named(tmp_path, name):
 def test_a_full_disk_is_told_and_leaves_nothing(corpus, tmp_path, monkeypatch):
     out = tmp_path / "out"
     with monkeypatch.context() as full:
-        full.setattr(prepare_data, "_write_meta", lambda *_: Path("/dev/full").write_text("x" * 10_000))
+        full.setattr(data, "_write_meta", lambda *_: Path("/dev/full").write_text("x" * 10_000))
         with pytest.raises(UsageError, match=r"--output .*data cannot be written \(No space left on device\)"):
             prepare([corpus], out / "data")
     assert list(out.iterdir()) == []

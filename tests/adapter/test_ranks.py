@@ -11,7 +11,7 @@ import pytest
 
 LAUNCHER = """
 import os, signal, subprocess, sys, time
-from megatron_stability.megatron.ranks import Ranks
+from megatron_stability.megatron.start.ranks import Ranks
 
 def rank(job, prepared):
     if sys.argv[2:]:  # as Bridge's writer of checkpoints

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.megatron
     ],
 )
 def test_saves_are_foreseen(given: dict[str, object], planned: set[int]) -> None:
-    from megatron_stability.megatron.replicas import saves_after
+    from megatron_stability.megatron.observers.replicas import saves_after
 
     usual = {"save": "out", "save_interval": 4, "non_persistent_save_interval": None, "exit_interval": None}
     args = Namespace(**{**usual, "train_iters": 10, **given})

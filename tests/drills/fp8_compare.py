@@ -18,10 +18,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-from megatron_stability.compare.command import figures
-from megatron_stability.compare.gate import EARLY, Gates, compare
-from megatron_stability.megatron import cpu, quickstart
-from megatron_stability.megatron.prepare_data import prepare
+from megatron_stability.fp8_compare.command import figures
+from megatron_stability.fp8_compare.criteria import EARLY, Gates, compare
+from megatron_stability.megatron import cpu
+from megatron_stability.megatron.start import quickstart
+from megatron_stability.megatron.start.prepare_data import prepare
 from tests.dist.pool import Context, Pool
 from tests.e2e import jobs
 
@@ -47,15 +48,16 @@ COMMON = (
 
 def train(context: Context, flags: tuple[str, ...]) -> int:
     """One run; its exit code."""
-    from megatron_stability.megatron import pretrain, seams
+    from megatron_stability.megatron.access import handle
+    from megatron_stability.megatron.start import pretrain_gpt
 
     sys.argv = ["megatron-stability pretrain", *cpu.FLAGS, *flags]
     try:
-        pretrain.main()
+        pretrain_gpt.main()
     except SystemExit as ending:
         return int(ending.code or 0)
     finally:
-        seams.uninstall()
+        handle.uninstall()
     return 0
 
 

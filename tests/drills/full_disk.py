@@ -18,8 +18,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from megatron_stability.act import fates
-from megatron_stability.record import generations, ledger
+from megatron_stability.checkpoints import generations
+from megatron_stability.ledger import fates, ledger
 from megatron_stability.records import Decision, StepRecord
 from tests.dist.pool import Pool
 from tests.drills.resume_runs import ASYNC

@@ -30,9 +30,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from megatron_stability.act import fates
-from megatron_stability.record import compare_checkpoints, generations, ledger
-from megatron_stability.record.manifest import MANIFEST, MARKER, file_names
+from megatron_stability.checkpoints import compare, generations
+from megatron_stability.checkpoints.manifest import MANIFEST, MARKER, file_names
+from megatron_stability.ledger import fates, ledger
 from tests.dist import small_gpt
 from tests.dist.conftest import patched_megatron_on_cpu
 from tests.dist.pool import Context, Pool, RankDied
@@ -56,7 +56,7 @@ def train(context: Context, folder: str, harm: Harm | None, flags: Sequence[str]
     """One run; `harm` works beside it."""
     import torch.distributed as dist
 
-    from megatron_stability.megatron import seams
+    from megatron_stability.megatron.access import handle
 
     pids: list[Any] = [None] * context.world
     dist.all_gather_object(pids, os.getpid())
@@ -70,7 +70,7 @@ def train(context: Context, folder: str, harm: Harm | None, flags: Sequence[str]
         if end.code:
             raise RuntimeError(f"exit code {end.code}") from None
     finally:
-        seams.uninstall()
+        handle.uninstall()
 
 
 def _wait_for(folder: Path, pattern: str, number: int) -> None:
@@ -181,7 +181,7 @@ def chain(
     for death, step in zip(deaths, resumes[1:], strict=True):
         death["resumed_from"] = step
     last_folders = [generations.folder_of(root, end) for root in (folder, straight)]
-    said, equal = compare_checkpoints.compare(*last_folders, bitwise=True)
+    said, equal = compare.compare(*last_folders, bitwise=True)
     return {
         "kills": len(deaths),
         "seed": seed,

@@ -20,10 +20,10 @@ from typing import Any
 
 import psutil
 
-from megatron_stability.megatron.ranks import Ranks
+from megatron_stability.checkpoints import generations, manifest
+from megatron_stability.megatron.start.ranks import Ranks
 from megatron_stability.nemo import launch
 from megatron_stability.nemo.pretrain import Job
-from megatron_stability.record import generations, manifest
 from tests.e2e import artifacts
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "nemo"

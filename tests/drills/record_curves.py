@@ -15,8 +15,9 @@ import sysconfig
 import tempfile
 from pathlib import Path
 
-from megatron_stability.megatron.prepare_data import Options, prepare
-from megatron_stability.record import entries
+from megatron_stability.data.prepare import Options
+from megatron_stability.ledger import entries
+from megatron_stability.megatron.start.prepare_data import prepare
 from tests.dist.pool import Pool
 from tests.e2e import jobs
 

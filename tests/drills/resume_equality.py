@@ -19,8 +19,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron_stability.checkpoints import drill, generations
 from megatron_stability.detect.growth import Throughput
-from megatron_stability.record import drill, entries, generations, ledger
+from megatron_stability.ledger import entries, ledger
 from tests.dist.pool import Pool
 from tests.drills import resume_runs
 from tests.drills.resume_runs import ASYNC, Seen

@@ -60,33 +60,34 @@ def data_flags(kind: str, folder: Path) -> tuple[str, ...]:
 
 def train(context: Context, flags: tuple[str, ...]) -> Seen:
     """Train on this rank; flags win over `jobs.MODEL`."""
-    from megatron_stability.megatron import pretrain, seams
+    from megatron_stability.megatron.access import handle
+    from megatron_stability.megatron.start import pretrain_gpt
 
     sys.argv = ["megatron-stability pretrain", *jobs.command_line(flags)]
     samples: list[tuple[int, str]] = []
     if "--async-save" in flags:
         small_gpt.fork_checkpoint_writer()
     try:
-        pretrain.main(model_provider=partial(_watched_model, samples))
+        pretrain_gpt.main(model_provider=partial(_watched_model, samples))
         code = 0
     except SystemExit as ending:
         code = int(ending.code or 0)
     finally:
-        seams.uninstall()
+        handle.uninstall()
     return Seen(code, samples)
 
 
 def _watched_model(samples: list[tuple[int, str]], *args: Any, **kwargs: Any) -> torch.nn.Module:
     from megatron.training import get_args
 
-    from megatron_stability.megatron import pretrain
+    from megatron_stability.megatron.start import pretrain_gpt
 
     def look(module: torch.nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> None:
         if module.training and given[0] is not None:
             step = get_args().curr_iteration + 1
             samples.extend((step, xxhash.xxh3_64_hexdigest(row.numpy().tobytes())) for row in given[0])
 
-    model: torch.nn.Module = pretrain.model_provider(*args, **kwargs)
+    model: torch.nn.Module = pretrain_gpt.model_provider(*args, **kwargs)
     if model.pre_process:
         model.register_forward_pre_hook(look, with_kwargs=True)
     return model

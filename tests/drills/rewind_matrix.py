@@ -5,7 +5,7 @@
 Each case trains eleven steps, meets a NaN in the last, rewinds to step 8 in the running job, leaves steps 10 and 11 out
 and goes on to step 12. Its checkpoint there is compared, entry by entry, with that of a fresh process which starts from
 step 8 with `--iterations-to-skip 10 11`. One case kills the job after its rewind. Some of them are in CI:
-`tests/e2e/test_rewind.py`.
+`tests/e2e/incidents/test_rewind.py`.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from typing import Any
 from megatron_stability.records import Decision, StepRecord
 from tests.dist.pool import Pool, RankDied
 from tests.e2e import artifacts, jobs
-from tests.e2e.test_resume_and_halt import Actions
-from tests.e2e.test_rewind import OVERLAP, SAVES, assert_as_by_hand, faults, iterations, rules, run
+from tests.e2e.incidents.test_resume_and_halt import Actions
+from tests.e2e.incidents.test_rewind import OVERLAP, SAVES, assert_as_by_hand, faults, iterations, rules, run
 
 MUON = ("--optimizer", "muon")
 ASYNC = ("--async-save", "--async-strategy", "mcore")

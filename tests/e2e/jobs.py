@@ -104,19 +104,20 @@ def train(context: Context, flags: tuple[str, ...], probe: Probe | None = None) 
     Returns:
         The exit code, and what the probe saw.
     """
-    from megatron_stability.megatron import pretrain, seams
+    from megatron_stability.megatron.access import handle
+    from megatron_stability.megatron.start import pretrain_gpt
 
     if "--async-save" in flags:
         small_gpt.fork_checkpoint_writer()
     sys.argv = ["megatron-stability pretrain", *command_line(flags)]
-    provider = pretrain.model_provider if probe is None else partial(_probed_model, probe)
+    provider = pretrain_gpt.model_provider if probe is None else partial(_probed_model, probe)
     try:
-        pretrain.main(model_provider=provider)
+        pretrain_gpt.main(model_provider=provider)
         code = 0
     except SystemExit as ending:
         code = int(ending.code or 0)
     finally:
-        seams.uninstall()
+        handle.uninstall()
     return code, [] if probe is None else probe.seen
 
 
@@ -131,11 +132,12 @@ def _read(context: Context, save: Path, step: int) -> bytes:
 
 
 def _probed_model(probe: Probe, *args: Any, **kwargs: Any) -> Any:
-    from megatron_stability.megatron import pretrain, seams
+    from megatron_stability.megatron.access import handle
+    from megatron_stability.megatron.start import pretrain_gpt
 
-    runtime = seams.installed()
+    runtime = handle.installed()
     assert runtime is not None, "a probe looks at the runtime: give a mode other than off"
     if probe not in runtime.sinks:  # once, however many model chunks are built
         runtime.sinks.append(probe)
         probe.begin(runtime)
-    return pretrain.model_provider(*args, **kwargs)
+    return pretrain_gpt.model_provider(*args, **kwargs)

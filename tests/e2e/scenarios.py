@@ -7,8 +7,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from megatron_stability.act import fates
-from megatron_stability.record import bundle, entries
+from megatron_stability.ledger import bundle, entries, fates
 
 STEPS = 17
 WORLD = 2  # data-parallel, with the distributed optimizer

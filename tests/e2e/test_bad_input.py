@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from megatron_stability import cli
-from megatron_stability.megatron import preflight
-from megatron_stability.megatron.launch import Job
-from megatron_stability.megatron.ranks import without_usage
+from megatron_stability.megatron.start import input_checks
+from megatron_stability.megatron.start.job import Job
+from megatron_stability.megatron.start.ranks import without_usage
 from tests.dist.pool import Context, Pool
 
 TINY = (
@@ -109,7 +109,7 @@ def _dataset(folder: Path) -> tuple[Path, Path]:
     data.write_bytes(struct.pack("<5i", *range(5)))
     head = b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, 4, 2, 3)
     index.write_bytes(head + struct.pack("<2i2q3q", 3, 2, 0, 12, 0, 1, 2))
-    preflight.check_dataset("--data-path", str(folder / "text"))
+    input_checks.check_dataset("--data-path", str(folder / "text"))
     return index, data
 
 
@@ -162,7 +162,7 @@ def test_a_rank_left_in_the_environment(
 def complaint(context: Context, flags: tuple[str, ...]) -> str | None:
     from megatron_stability.megatron import cpu
 
-    return preflight.complaint_about_arguments(Job((*cpu.FLAGS, *TINY, *flags), None, True, True), world=2)
+    return input_checks.complaint_about_arguments(Job((*cpu.FLAGS, *TINY, *flags), None, True, True), world=2)
 
 
 @pytest.mark.megatron

@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 
-from megatron_stability.act import fates
-from megatron_stability.megatron.launch import Job
-from megatron_stability.record import entries
+from megatron_stability.ledger import entries, fates
+from megatron_stability.megatron.start.job import Job
 from tests.dist.pool import Context, Pool
 from tests.e2e import artifacts, jobs
 from tests.e2e.conftest import RELEASES
@@ -19,7 +18,7 @@ pytestmark = pytest.mark.megatron
 SCRIPT = Path(__file__).with_name("script.py")
 STEPS = 4
 ONE_NAME = ("--spec", "megatron_stability")
-TWO_NAMES = ("--spec", "megatron_stability.megatron.layer_specs", "stability_layer_spec")
+TWO_NAMES = ("--spec", "megatron_stability.megatron.model.layer_specs", "stability_layer_spec")
 # Dense and MoE layers in turn: one ModuleSpec for the block must still give each layer its own kind.
 ALTERNATING = (*jobs.MOE, "--num-layers", "4", "--moe-layer-freq", "[0,1,0,1]", *jobs.PP2, "--tied")
 

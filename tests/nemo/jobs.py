@@ -131,7 +131,7 @@ def train(
     from megatron.bridge.training.pretrain import pretrain
 
     from megatron_stability.config import StabilityConfig
-    from megatron_stability.megatron import seams
+    from megatron_stability.megatron.access import handle
     from megatron_stability.nemo import host
 
     container = recipe(settings)
@@ -139,7 +139,7 @@ def train(
         pretrain(container, forward_step)
         return 0, []
     attached = host.attach(container, StabilityConfig.model_validate(stability), drill_fault)
-    runtime = seams.installed()
+    runtime = handle.installed()
     assert runtime is not None
     if probe is not None:
         runtime.sinks.append(probe)

@@ -7,11 +7,11 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from megatron_stability.checkpoints import run_state
 from megatron_stability.errors import EXIT_REWIND
-from megatron_stability.record import run_state
 from tests.dist.pool import Pool
 from tests.e2e import artifacts
-from tests.e2e.test_resume_and_halt import Actions
+from tests.e2e.incidents.test_resume_and_halt import Actions
 from tests.nemo import jobs
 
 RULE = {"detector": "non_finite", "tier": "non_finite", "action": "rewind", "generations": 1, "skip_steps": 1}

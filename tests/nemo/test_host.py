@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import yaml
 
-from megatron_stability.act import fates
+from megatron_stability.checkpoints import generations
 from megatron_stability.errors import EXIT_HALTED
-from megatron_stability.record import entries, generations
+from megatron_stability.ledger import entries, fates
 from megatron_stability.records import Decision, StepRecord
 from tests.dist.pool import Pool
 from tests.e2e import artifacts, scenarios
-from tests.e2e.test_resume_and_halt import Actions
+from tests.e2e.incidents.test_resume_and_halt import Actions
 from tests.nemo import jobs, rewinds
 
 pytestmark = pytest.mark.nemo

@@ -11,7 +11,7 @@ import pytest
 
 from megatron_stability import cli
 from megatron_stability.errors import UsageError
-from megatron_stability.nemo import recipe_file
+from megatron_stability.nemo.recipe import recipe_file
 from tests.dist.pool import Pool
 from tests.e2e import artifacts
 from tests.nemo import jobs, recipe_jobs

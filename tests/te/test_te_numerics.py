@@ -9,8 +9,8 @@ import torch
 from transformer_engine.common.recipe import DelayedScaling
 from transformer_engine.pytorch.quantization import _amax_and_scale_update
 
-from megatron_stability.numerics import fp8_recipes as recipes
-from megatron_stability.numerics.fp8_formats import E4M3, E5M2, Fp8Format
+from megatron_stability.numerics.fp8 import recipes
+from megatron_stability.numerics.fp8.formats import E4M3, E5M2, Fp8Format
 
 FORMATS = [E4M3, E5M2]
 

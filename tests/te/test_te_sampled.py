@@ -17,10 +17,10 @@ from transformer_engine.common import recipe
 from transformer_engine.debug.pytorch.debug_state import TEDebugState
 
 from megatron_stability.errors import UsageError
-from megatron_stability.numerics import fp8_recipes
-from megatron_stability.numerics.fp8_formats import E4M3, E5M2, amax
-from megatron_stability.numerics.fp8_recipes import Recipe
-from megatron_stability.numerics.fp8_stats import read, tensor_stats
+from megatron_stability.numerics.fp8 import recipes
+from megatron_stability.numerics.fp8.formats import E4M3, E5M2, amax
+from megatron_stability.numerics.fp8.recipes import Recipe
+from megatron_stability.numerics.fp8.stats import read, tensor_stats
 from megatron_stability.sites import Site
 from megatron_stability.transformer_engine import sampled
 from megatron_stability.transformer_engine.hook import TransformerEngineHook
@@ -47,7 +47,7 @@ def _cast(monkeypatch: pytest.MonkeyPatch) -> None:
     """The compiled cast: what the feature reads of its result is the inverse scale of current scaling."""
 
     def quantize(tensor: torch.Tensor, quantizer: Any, *rest: Any) -> Any:
-        scale = fp8_recipes.current_scale(amax(tensor), sampled.format_of(quantizer))
+        scale = recipes.current_scale(amax(tensor), sampled.format_of(quantizer))
         return SimpleNamespace(_scale_inv=scale.reciprocal().reshape(1))
 
     monkeypatch.setattr(sys.modules["transformer_engine_torch"], "quantize", quantize, raising=False)

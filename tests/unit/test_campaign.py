@@ -9,8 +9,8 @@ import pytest
 from megatron_stability.decide.config import Decide
 from megatron_stability.decide.policy import TablePolicy
 from megatron_stability.observe.config import Replicas
-from tests.drills import simulated
-from tests.drills.simulated import Fault, Scenario, Stop
+from tests.campaign import simulated
+from tests.campaign.simulated import Fault, Scenario, Stop
 
 CLEAN = ([], [], [], [], True)
 

@@ -16,7 +16,7 @@ def command(monkeypatch):
     """Puts a module with one function in the place of `report`'s, and returns a setter for that function."""
 
     def place(function):
-        module = types.ModuleType("megatron_stability.record.report")
+        module = types.ModuleType("megatron_stability.report.command")
         module.run = function
         monkeypatch.setitem(sys.modules, module.__name__, module)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 from pathlib import Path
@@ -13,6 +14,7 @@ from megatron_stability.config import dest, flag, leaves
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+_DOCS = (ast.Module, ast.ClassDef, ast.FunctionDef)
 # Flags of the tree that are not leaves.
 OTHER_FLAGS = {"--stability-config"}
 
@@ -21,7 +23,7 @@ OTHER_FLAGS = {"--stability-config"}
 def test_commands_exist(document: Path) -> None:
     known = {command.name for command in cli.COMMANDS}
     named = re.findall(r"(?:^|`|\.)megatron-stability ([a-z][a-z0-9-]*)", document.read_text(), flags=re.MULTILINE)
-    named += re.findall(r"megatron_stability\.cli ([a-z][a-z0-9-]*)", document.read_text())
+    named += re.findall(r"-m megatron_stability ([a-z][a-z0-9-]*)", document.read_text())
     assert set(named) <= known
 
 
@@ -83,3 +85,24 @@ def test_the_fp8_page_says_what_its_figures_are() -> None:
 
 def _range(values: list[float], digits: int) -> str:
     return f"{min(values):.{digits}f} to {max(values):.{digits}f}"
+
+
+UPSTREAM = (
+    "core",
+    "training",
+    "pytorch",
+    "debug",
+    "transformer_engine",
+)  # whose files are not ours
+
+
+@pytest.mark.parametrize("module", sorted((ROOT / "megatron_stability").rglob("*.py")), ids=lambda path: path.stem)
+def test_files_named_in_docstrings_exist(module: Path) -> None:
+    package = ROOT / "megatron_stability"
+    roots = (ROOT, package, package / "megatron", module.parent)
+    docs = [
+        ast.get_docstring(node) or "" for node in ast.walk(ast.parse(module.read_text())) if isinstance(node, _DOCS)
+    ]
+    named = [name for doc in docs for name in re.findall(r"`([a-z_0-9]+/[a-z_0-9./]+\.py)`", doc)]
+    ours = [name for name in named if name.split("/")[0] not in UPSTREAM]
+    assert [name for name in ours if not any((root / name).exists() for root in roots)] == []

@@ -10,7 +10,7 @@ import pytest
 from megatron_stability import doctor
 from megatron_stability.doctor import Probe
 from megatron_stability.errors import UsageError
-from tests.unit.test_compare import FP8, write
+from tests.unit.fp8_compare.test_compare import FP8, write
 
 TE = """
 def is_fp8_available(return_reason=False):

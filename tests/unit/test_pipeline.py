@@ -5,8 +5,8 @@ from __future__ import annotations
 from megatron_stability.decide.config import Decide
 from megatron_stability.decide.policy import TablePolicy
 from megatron_stability.detect import build
+from megatron_stability.detect.base import silent
 from megatron_stability.detect.config import Detect
-from megatron_stability.detect.signals import silent
 from megatron_stability.pipeline import Pipeline
 from megatron_stability.records import StepRecord
 

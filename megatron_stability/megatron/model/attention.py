@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 from megatron_stability.errors import UsageError
-from megatron_stability.megatron.core_attention import CoreAttention
+from megatron_stability.megatron.attention.core_attention import CoreAttention
 from megatron_stability.numerics.config import Model
 from megatron_stability.numerics.softcap import flex_softcap_attention
 

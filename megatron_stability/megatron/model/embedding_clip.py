@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_stability.megatron import master_weights
+from megatron_stability.megatron.access import master_weights
 from megatron_stability.numerics import embedding_norm
 
 

@@ -11,14 +11,14 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from megatron_stability.errors import UsageError
-from megatron_stability.numerics import init
+from megatron_stability.numerics import init_std
 from megatron_stability.numerics.config import Model
 
 
-def qkv_layout(config: TransformerConfig) -> init.QKVLayout:
+def qkv_layout(config: TransformerConfig) -> init_std.QKVLayout:
     """Rows of `linear_qkv` (`core/transformer/attention.py get_query_key_value_tensors`)."""
     groups = config.num_query_groups or config.num_attention_heads
-    return init.QKVLayout(config.num_attention_heads // groups, config.kv_channels, config.attention_output_gate)
+    return init_std.QKVLayout(config.num_attention_heads // groups, config.kv_channels, config.attention_output_gate)
 
 
 def qkv_builder(linear: Any, *args: Any, config: TransformerConfig, init_method: Any, **kwargs: Any) -> Any:
@@ -26,8 +26,8 @@ def qkv_builder(linear: Any, *args: Any, config: TransformerConfig, init_method:
 
     Megatron fills either the whole weight (CPU initialisation) or a rank's shard; both hold whole query groups.
     """
-    std = init.d_model_std(config.hidden_size)
-    filled = init.with_qk_std(init_method, qkv_layout(config), std)
+    std = init_std.d_model_std(config.hidden_size)
+    filled = init_std.with_qk_std(init_method, qkv_layout(config), std)
     return linear(*args, config=config, init_method=filled, **kwargs)
 
 
@@ -46,7 +46,7 @@ def expected_std(
     """
     width = math.sqrt(config.mup_width_mult) if config.use_mup else 1.0
     sigma = config.init_method_std
-    hidden, residual = sigma / width, init.residual_std(sigma, config.num_layers) / width
+    hidden, residual = sigma / width, init_std.residual_std(sigma, config.num_layers) / width
     embedding = config.embedding_init_method_std or sigma
     rules = {
         "word_embeddings.weight": embedding,
@@ -62,7 +62,7 @@ def expected_std(
         if name.endswith("linear_qkv.weight"):
             for part, rows in qkv_layout(config).parts(weight.detach()).items():
                 own = part in ("q", "k") and settings.init.qk == "d_model"
-                yield f"{name}[{part}]", rows, init.d_model_std(config.hidden_size) if own else hidden
+                yield f"{name}[{part}]", rows, init_std.d_model_std(config.hidden_size) if own else hidden
         elif name.endswith("output_layer.weight"):
             tied_copy = getattr(weight, "shared_embedding", False)
             yield name, weight, embedding if tied_copy or config.use_mup else hidden
@@ -75,4 +75,4 @@ def expected_std(
 
 def report(model: Sequence[torch.nn.Module], config: TransformerConfig, settings: Model) -> str:
     """The table of this rank's shards."""
-    return init.table(init.measure(expected_std(model, config, settings)))
+    return init_std.table(init_std.measure(expected_std(model, config, settings)))

@@ -9,7 +9,7 @@ from megatron_stability.config import StabilityConfig, flag
 from megatron_stability.errors import UsageError
 from megatron_stability.megatron.model import embedding_clip
 from megatron_stability.numerics.config import Model
-from megatron_stability.numerics.init import d_model_std
+from megatron_stability.numerics.init_std import d_model_std
 
 
 def name(*path: str) -> str:

@@ -1,0 +1,351 @@
+"""What makes a checkpoint folder whole: a manifest of its files, and a marker that is written last.
+
+    iter_0000100/
+      __0_0.distcp, common.pt, ...     Megatron's files, any format
+      stability_manifest.json          size and xxh3-128 of each, and what the run was at this step
+      stability_complete               xxh3-128 of the manifest; without it the folder is not a checkpoint
+
+Order of writing: files, fsync, manifest, fsync, marker, fsync. So a death at any moment leaves a folder that is either
+whole or without its marker, and a change of any byte of any of these files, marker and manifest included, shows.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from collections.abc import Callable, Collection, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any, Literal
+
+import xxhash
+from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
+
+from megatron_stability.checkpoints.lineage import Place
+from megatron_stability.errors import UsageError
+from megatron_stability.files import sync_folder, write_atomically
+from megatron_stability.ledger.entries import strict
+
+MANIFEST, MARKER, SUSPECT = "stability_manifest.json", "stability_complete", "stability_suspect.json"
+OWN_FILES = frozenset({MANIFEST, MARKER, SUSPECT})
+RANK_STATE = "megatron_stability_rank"  # key of each rank's generators among Megatron's own (`torch_dist`)
+SCHEMA = 2
+CHUNK = 1 << 22  # bytes read at once by each thread: memory stays at threads × CHUNK whatever the checkpoint's size
+THREADS = 4
+
+OnBytes = Callable[[int], None]
+
+
+class FileEntry(BaseModel):
+    """One file: its size in bytes and the xxh3-128 of its bytes, 32 hexadecimal digits."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    size: int
+    xxh3_128: str
+
+
+class Manifest(BaseModel):
+    """What a checkpoint holds. `samples` is the global data cursor; `tokens` is samples × sequence length.
+
+    `counter` to `withheld` are its place in the folder's history (`lineage`); schema 1 had none.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    schema_version: int = SCHEMA
+    step: int
+    samples: int
+    tokens: int
+    counter: int = 0
+    parent: Place | None = None
+    applied: int | None = None  # the last step whose update is in it
+    withheld: int = 0  # steps in a row since, whose updates were withheld
+    layout: dict[str, int] = {}
+    versions: dict[str, str] = {}
+    hashes: dict[str, str] = {}
+    training: dict[str, Any] = {}  # arguments that change what is learnt, as JSON primitives
+    states: tuple[str, ...] = ()  # what the checkpoint carries beside the weights
+    files: dict[str, FileEntry] = {}
+
+    @field_validator("files")
+    @classmethod
+    def _stay_inside(cls, files: dict[str, FileEntry]) -> dict[str, FileEntry]:
+        for name in files:
+            if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts or "\0" in name:
+                raise ValueError(f"{name!r} is no name of a file in the checkpoint")
+        return files
+
+    @property
+    def size(self) -> int:
+        """Bytes of all files."""
+        return sum(entry.size for entry in self.files.values())
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """Why a folder can't be loaded: the file's name in it and one sentence."""
+
+    kind: Literal["incomplete", "missing", "size", "checksum", "unreadable", "schema"]
+    file: str
+    message: str
+
+    def __str__(self) -> str:
+        return f"{self.file}: {self.message}"
+
+
+# --- writing ----------------------------------------------------------------------------------------------------------
+
+
+def fingerprints_name(rank: int | Literal["*"]) -> str:
+    """The file with the fingerprints of a rank's tensors, named as Megatron's writers name theirs.
+
+    Args:
+        rank: global; "*" for a pattern of all.
+    """
+    return f"__{rank}_stability.json"
+
+
+def file_names(folder: Path) -> list[str]:
+    """Every file below the folder but our own and temporary ones, sorted, with `/` between parts."""
+    names = (path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+    return sorted(name for name in names if name not in OWN_FILES and not name.startswith(".stability-"))
+
+
+def share(names: Iterable[str], rank: int, world: int) -> list[str]:
+    """The files that a rank hashes, of a partition of `names`.
+
+    Megatron's writers name their files `__RANK_*`: what a rank wrote is still in its host's page cache. Files in
+    subfolders (the older format) are spread by their names; the rest is rank 0's, which also wrote it.
+
+    Args:
+        names: relative names; the result for one name does not depend on the others.
+        rank: of `world`.
+        world: number of ranks.
+
+    Returns:
+        This rank's names, sorted.
+    """
+    return sorted(name for name in names if _owner(name) % world == rank)
+
+
+def _owner(name: str) -> int:
+    if "/" in name:
+        return xxhash.xxh64_intdigest(name.encode())
+    first = name.removeprefix("__").partition("_")[0]
+    return int(first) if name.startswith("__") and first.isdecimal() else 0
+
+
+def hash_files(
+    folder: Path,
+    names: Collection[str],
+    *,
+    threads: int = THREADS,
+    sync: bool = False,
+    on_bytes: OnBytes | None = None,
+) -> dict[str, FileEntry]:
+    """Hash files in parallel threads (reading and hashing leave Python's lock), largest first.
+
+    Args:
+        folder: the checkpoint's.
+        names: relative names.
+        threads: at most so many files at once.
+        sync: also put each file on stable storage.
+        on_bytes: told the bytes of each chunk, from the threads, one at a time.
+
+    Returns:
+        The entries by name.
+
+    Raises:
+        OSError: a file can't be read; its `filename` says which.
+    """
+    found = _each(folder, names, threads, sync, on_bytes)
+    for entry in found.values():
+        if isinstance(entry, OSError):
+            raise entry
+    return {name: entry for name, entry in found.items() if isinstance(entry, FileEntry)}
+
+
+def _each(
+    folder: Path, names: Collection[str], threads: int, sync: bool, on_bytes: OnBytes | None
+) -> dict[str, FileEntry | OSError]:
+    report = threading.Lock()
+
+    def tell(count: int) -> None:
+        if on_bytes is not None:
+            with report:
+                on_bytes(count)
+
+    def attempt(name: str) -> FileEntry | OSError:
+        try:
+            return _hash(folder / name, sync, tell)
+        except OSError as error:
+            return error
+
+    ordered = sorted(names, key=lambda name: _size(folder / name), reverse=True)
+    try:
+        with ThreadPoolExecutor(max(1, min(threads, len(ordered)))) as pool:
+            return dict(zip(ordered, pool.map(attempt, ordered), strict=True))
+    except RuntimeError:  # no thread can be had: the interpreter is ending, and this is the completion of a last save
+        return {name: attempt(name) for name in ordered}
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:  # said by who opens it
+        return 0
+
+
+def _hash(path: Path, sync: bool, tell: OnBytes) -> FileEntry:
+    digest, size = xxhash.xxh3_128(), 0
+    with path.open("rb", buffering=0) as stream:
+        buffer = memoryview(bytearray(min(CHUNK, max(1, os.fstat(stream.fileno()).st_size))))
+        while count := stream.readinto(buffer):
+            digest.update(buffer[:count])
+            size += count
+            tell(count)
+        if sync:
+            os.fsync(stream.fileno())
+    return FileEntry(size=size, xxh3_128=digest.hexdigest())
+
+
+def begin(folder: Path) -> None:
+    """Take away the marker before the folder's files are written anew."""
+    if (folder / MARKER).exists():
+        (folder / MARKER).unlink()
+        sync_folder(folder)
+
+
+def write(folder: Path, manifest: Manifest) -> None:
+    """Write the manifest and then the marker; each is there in full or not at all.
+
+    Args:
+        folder: whose files are complete and on stable storage (`hash_files(sync=True)`).
+        manifest: with the entries of those files.
+
+    Raises:
+        OSError: no space, or another failure; the folder then has no marker.
+    """
+    text = json.dumps(strict(manifest.model_dump(mode="json")), allow_nan=False, indent=1, sort_keys=True).encode()
+    begin(folder)
+    for inner in {(folder / name).parent for name in manifest.files} | {folder}:
+        sync_folder(inner)
+    write_atomically(folder / MANIFEST, text)
+    write_atomically(folder / MARKER, _seal(text))
+
+
+def _seal(manifest: bytes) -> bytes:
+    return xxhash.xxh3_128_hexdigest(manifest).encode() + b"\n"
+
+
+# --- reading ----------------------------------------------------------------------------------------------------------
+
+
+def check(folder: Path) -> tuple[Manifest | None, list[Problem]]:
+    """Marker, manifest and sizes: no file's bytes are read.
+
+    Args:
+        folder: the checkpoint's.
+
+    Returns:
+        The manifest where it can be believed, and what speaks against the folder.
+    """
+    manifest, problems = _believed(folder)
+    if manifest is not None:
+        for name, entry in manifest.files.items():
+            try:
+                size = (folder / name).stat().st_size
+            except OSError as error:
+                missing = isinstance(error, FileNotFoundError | NotADirectoryError)
+                problems.append(_unreadable(name, error) if not missing else Problem("missing", name, "is missing"))
+                continue
+            if size != entry.size:
+                problems.append(Problem("size", name, f"has {size} bytes, and had {entry.size} when it was saved"))
+    return manifest, problems
+
+
+def _believed(folder: Path) -> tuple[Manifest | None, list[Problem]]:
+    try:
+        marker = (folder / MARKER).read_bytes()
+    except FileNotFoundError:
+        return None, [Problem("incomplete", MARKER, "is missing: the save did not finish, or was not made with us")]
+    except OSError as error:
+        return None, [_unreadable(MARKER, error)]
+    try:
+        text = (folder / MANIFEST).read_bytes()
+    except FileNotFoundError:
+        return None, [Problem("missing", MANIFEST, "is missing")]
+    except OSError as error:
+        return None, [_unreadable(MANIFEST, error)]
+    if _seal(text) != marker:
+        return None, [Problem("checksum", MANIFEST, f"does not fit {MARKER}: one of the two was changed")]
+    try:
+        manifest = Manifest.model_validate_json(text)
+    except ValidationError as error:
+        return None, [Problem("schema", MANIFEST, f"is not a manifest ({error.errors()[0]['msg']})")]
+    if manifest.schema_version > SCHEMA:
+        newer = f"has schema {manifest.schema_version}, and this version reads up to {SCHEMA}"
+        return None, [Problem("schema", MANIFEST, newer)]
+    return manifest, []
+
+
+def verify(
+    folder: Path,
+    *,
+    threads: int = THREADS,
+    names: Collection[str] | None = None,
+    on_bytes: OnBytes | None = None,
+) -> list[Problem]:
+    """Everything that speaks against loading a folder, its files' bytes read and hashed.
+
+    Args:
+        folder: the checkpoint's.
+        threads: at most so many files at once; memory is bounded by threads × 4 MiB.
+        names: hash these files only (a rank's share); None: all.
+        on_bytes: told of progress.
+
+    Returns:
+        Problems by file name; none where the folder is whole.
+    """
+    manifest, problems = check(folder)
+    if manifest is None:
+        return problems
+    bad = {problem.file for problem in problems}
+    wanted = [name for name in manifest.files if name not in bad and (names is None or name in names)]
+    for name, entry in _each(folder, wanted, threads, False, on_bytes).items():
+        if isinstance(entry, OSError):
+            problems.append(_unreadable(name, entry))
+        elif entry != manifest.files[name]:
+            problems.append(Problem("checksum", name, "has other bytes than when it was saved (wrong checksum)"))
+    return sorted(problems, key=lambda problem: problem.file)
+
+
+def read(folder: Path) -> Manifest:
+    """A folder's manifest.
+
+    Args:
+        folder: the checkpoint's.
+
+    Returns:
+        The manifest, sizes checked.
+
+    Raises:
+        UsageError: names the file that speaks against it.
+    """
+    manifest, problems = check(folder)
+    if manifest is None or problems:
+        raise UsageError(f"{folder / problems[0].file}: {problems[0].message}")
+    return manifest
+
+
+def _unreadable(name: str, error: OSError) -> Problem:
+    return Problem("unreadable", name, f"can't be read ({error.strerror})")
+
+
+def differences(saved: Mapping[str, Any], present: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Names whose values differ, or that one side lacks, as (saved, present)."""
+    names = sorted(set(saved) | set(present))
+    return {name: (saved.get(name), present.get(name)) for name in names if saved.get(name) != present.get(name)}

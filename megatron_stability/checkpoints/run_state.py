@@ -1,0 +1,84 @@
+"""`state.json` in the ledger's folder: what a supervisor should do when the run has ended, and its next start will.
+
+torchrun returns 1 whatever a worker's exit code was, so the code alone does not reach a supervisor. Rank 0 replaces the
+file atomically at every change of `status`:
+
+    running    training; found after the process has gone, it crashed or finished, as the exit code says
+    rewind     start again: the newest good checkpoint is the one to go back to, and `pass_over` is what to leave out
+    halt       don't start again until someone has looked
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from megatron_stability import files
+from megatron_stability.checkpoints.lineage import Place
+from megatron_stability.errors import UsageError
+
+FILE = "state.json"
+SCHEMA = 1
+
+
+class Rewound(BaseModel):
+    """The last rewind: a start from its checkpoint, or an older one, takes these over, since they are newer."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    to_step: int
+    to_sample: int
+    attempt: int
+    policy: dict[str, Any]  # its budgets just after the decision
+    scales: dict[str, Any]  # of learning rate and weight decay
+
+
+class Attempt(BaseModel):
+    """Starts from one checkpoint that withheld their first step and have applied none since."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    place: Place
+    starts: int
+
+
+class RunState(BaseModel):
+    """The content of `state.json`."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    schema_version: int = SCHEMA
+    status: Literal["running", "rewind", "halt"] = "running"
+    step: int = 0  # of the decision, 1-based
+    reason: str = ""
+    exit_code: int | None = None  # of the worker, where it ends by the decision
+    rewound: Rewound | None = None
+    attempt: Attempt | None = None
+    pass_over: dict[str, Any] = {"windows": [], "met": []}  # `PassOver.state_dict`
+
+
+def read(folder: Path) -> RunState | None:
+    """The state in a ledger's folder; None where there is none.
+
+    Raises:
+        UsageError: the file can't be read as one.
+    """
+    path = folder / FILE
+    try:
+        return RunState.model_validate_json(path.read_bytes())
+    except FileNotFoundError:
+        return None
+    except (OSError, ValidationError):
+        raise UsageError(f"{path}: is not a run's state; restore it, or remove it to forget its rewinds") from None
+
+
+def write(folder: Path, state: RunState) -> None:
+    """Replace the file, atomically and on stable storage.
+
+    Raises:
+        OSError: it can't be written.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    files.write_atomically(folder / FILE, state.model_dump_json(indent=1).encode())

@@ -1,0 +1,1 @@
+"""Attention as Megatron computes it: which rows belong to which head, largest logits, QK-clip."""

@@ -1,0 +1,1 @@
+"""Emulated FP8 in place of linears of the local spec."""

@@ -1,0 +1,61 @@
+"""FP8 flags that would silently do nothing or something else; needs no Megatron import."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+
+from megatron_stability.errors import UsageError
+from megatron_stability.numerics.fp8.config import Fp8
+
+
+def refuse_inactive_fp8(fp8: Fp8, mode: str, args: Namespace) -> None:
+    """Raise for FP8 flags that would silently train in BF16, or that emulation can't honour.
+
+    Raises:
+        UsageError: names the flag and the way out.
+    """
+    asked = getattr(args, "fp8", None)
+    if asked and args.transformer_impl == "local":
+        raise UsageError(
+            f"--fp8-format {asked} with --transformer-impl local would train in BF16: FP8 needs Transformer Engine "
+            "(--transformer-impl transformer_engine), or give --stability-fp8-emulate for a dry run of its numerics"
+        )
+    _refuse_for_transformer_engine(fp8, mode, args)
+    if fp8.emulate == "none":
+        return
+    name = f"--stability-fp8-emulate {fp8.emulate}"
+    pairs = (
+        (mode == "off", "--stability-mode off", "the plugin is off; use observe or act"),
+        (args.transformer_impl != "local", "--transformer-impl", "emulation replaces the linears of the local spec"),
+        (list(args.spec or ()) != ["megatron_stability"], "no --spec", "add --spec megatron_stability"),
+        (bool(args.moe_grouped_gemm), "--moe-grouped-gemm", "experts must be linears of their own; drop the flag"),
+        (bool(args.recompute_granularity), "--recompute-granularity", "a second forward would count amax twice"),
+        (
+            getattr(args, "tp_only_amax_red", False) and args.data_parallel_size > 1,
+            "--tp-only-amax-red",
+            "scales then differ over data-parallel ranks, and a checkpoint holds one of them; drop the flag",
+        ),
+    )
+    for wrong, other, why in pairs:
+        if wrong:
+            raise UsageError(f"{name} with {other}: {why}")
+
+
+def active_transformer_engine(args: Namespace) -> bool:
+    """Whether Megatron runs FP8 through Transformer Engine."""
+    return bool(getattr(args, "fp8", None)) and args.transformer_impl == "transformer_engine"
+
+
+def _refuse_for_transformer_engine(fp8: Fp8, mode: str, args: Namespace) -> None:
+    if not fp8.inspect:
+        return
+    name = "--stability-fp8-inspect true"
+    pairs = (
+        (not active_transformer_engine(args), "no FP8 of Transformer Engine", "give --fp8-format, or turn it off"),
+        (mode == "off", "--stability-mode off", "the plugin is off; use observe or act"),
+        (getattr(args, "cuda_graph_impl", "none") != "none", "--cuda-graph-impl", "a replayed graph calls no feature"),
+        (bool(getattr(args, "delay_wgrad_compute", False)), "--delay-wgrad-compute", "TE's debug path can't delay it"),
+    )
+    for wrong, other, why in pairs:
+        if wrong:
+            raise UsageError(f"{name} with {other}: {why}")

@@ -1,0 +1,1 @@
+"""What runs with a step and measures; one file a family of signals."""

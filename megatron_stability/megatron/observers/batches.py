@@ -1,0 +1,141 @@
+"""Scores of the tokens that the model is given, and of those that it will be given next.
+
+The batch of a step is read where the model's first stage takes it in. The next one's is drawn early from Megatron's
+iterator, where this rank has one, and kept for the step that asks for it. Both scores are in the step's record: a bad
+batch is passed over before it is computed, and one that was not seen coming (the first after a start, or after another
+that was passed over) is withheld at the gate.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from megatron.core.num_microbatches_calculator import get_current_global_batch_size, get_num_microbatches
+from megatron.core.utils import unwrap_model
+
+from megatron_stability.act.pass_over import PassOver
+from megatron_stability.detect.data import AHEAD, BadBatch
+from megatron_stability.observe.batch import SIGNALS, scores
+from megatron_stability.observe.reduction import Combine
+from megatron_stability.pipeline import Pipeline
+from megatron_stability.records import Action, Decision, StepRecord
+
+if TYPE_CHECKING:
+    from megatron_stability.megatron.access.data_iterators import DataIterators
+
+
+class LookAhead:
+    """An iterator whose next items can be looked at before they are asked for."""
+
+    def __init__(self, source: Iterator[Any]) -> None:
+        """`source`: gives the items."""
+        self._source = source
+        self._kept: deque[Any] = deque()
+
+    def __iter__(self) -> LookAhead:
+        return self
+
+    def __next__(self) -> Any:
+        return self._kept.popleft() if self._kept else next(self._source)
+
+    def peek(self, count: int) -> list[Any]:
+        """The next items, fewer where the source ends."""
+        while len(self._kept) < count:
+            try:
+                self._kept.append(next(self._source))
+            except StopIteration:
+                break
+        return list(self._kept)[:count]
+
+
+class BatchHook:
+    """The batches of this rank's first pipeline stage; nothing on other stages."""
+
+    signals: Mapping[str, Combine] = {**SIGNALS, **dict(zip(AHEAD, SIGNALS.values(), strict=True))}
+
+    def __init__(self, ngram: int, model: Sequence[Any], device: torch.device, data: DataIterators) -> None:
+        """Installs a forward pre-hook.
+
+        Args:
+            ngram: see `scores`.
+            model: Megatron's list of model chunks.
+            device: where scores are computed.
+            data: the iterators that the next batch will come from.
+        """
+        self._ngram, self._device = ngram, device
+        self._seen: list[torch.Tensor] = []
+        self._data = data
+        chunks = [chunk for chunk in unwrap_model(list(model)) if getattr(chunk, "pre_process", False)]
+        for chunk in chunks:
+            chunk.register_forward_pre_hook(self._read, with_kwargs=True)
+        self._here = bool(chunks)
+
+    def _read(self, chunk: Any, inputs: tuple[Any, ...], options: dict[str, Any]) -> None:
+        tokens = inputs[0] if inputs else options.get("input_ids")
+        if chunk.training and torch.is_grad_enabled() and isinstance(tokens, torch.Tensor):
+            self._seen.append(scores(tokens, self._ngram))
+
+    def train_begins(self) -> None:
+        """Nothing."""
+
+    def step_begins(self, step: int) -> None:
+        """Forget the step before."""
+        del step
+        self._seen.clear()
+
+    def observe(self) -> Mapping[str, torch.Tensor]:
+        """The worst row of the step's micro-batches, and of the next step's."""
+        return _worst(tuple(SIGNALS), self._seen) | _worst(AHEAD, self._next())
+
+    def _next(self) -> list[torch.Tensor]:
+        """Scores of the micro-batches that come next, if the next step has as many as this one."""
+        iterator = self._data.first if self._here else None
+        if iterator is None:
+            return []
+        if not isinstance(iterator.iterable, LookAhead):
+            iterator.iterable = LookAhead(iterator.iterable)
+        coming = [batch["tokens"] for batch in iterator.iterable.peek(get_num_microbatches()) if "tokens" in batch]
+        return [scores(tokens.to(self._device, non_blocking=True), self._ngram) for tokens in coming]
+
+    def update_done(self, record: StepRecord, updated: bool) -> None:
+        """Nothing."""
+
+
+def _worst(names: tuple[str, ...], seen: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
+    if not seen:
+        return {}
+    both = torch.stack(list(seen))
+    return dict(zip(names, (both[:, 0].amax(), both[:, 1].amin()), strict=True))
+
+
+def skip_ahead(pipeline: Pipeline[Any], seen: StepRecord | None, first: int, pass_over: PassOver) -> Decision | None:
+    """Whether the step that begins is to be passed over for its data; equal on every rank, and no collective.
+
+    Args:
+        pipeline: its detectors and its policy, whose budgets count the skip.
+        seen: the last record, which has the score of the batch after it; None where there was none.
+        first: the sample that the step begins with.
+        pass_over: takes the step's samples as one more window.
+
+    Returns:
+        The SKIP; None: compute the step, whose gate sees the same batch.
+    """
+    detector = next((d for d in pipeline.detectors if isinstance(d, BadBatch)), None)
+    if seen is None or seen.last_sample != first or detector is None:  # it went on elsewhere: after a rewind
+        return None
+    if (verdict := detector.ahead(seen)) is None:
+        return None
+    samples = get_current_global_batch_size()
+    record = StepRecord(
+        step=seen.step + 1, first_sample=first, samples=samples, tokens=0.0, loss=math.nan, grad_norm=math.nan
+    )
+    decision = pipeline.policy.decide(record, [verdict])
+    if decision.action is not Action.SKIP:
+        return None
+    pipeline.policy.settle(decision)
+    pass_over.add(first, first + samples, decision.reason)
+    return decision

@@ -1,0 +1,42 @@
+"""The clip threshold and the wall time of a step."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+
+from megatron_stability.observe.reduction import How
+from megatron_stability.records import StepRecord
+
+
+class StepHook:
+    """The clip threshold, and the seconds from the step's begin to its gate: forward, backward and gradient norm.
+
+    Every rank waits for the slowest in its gradient reduction, so that a slow one shows in all. Evaluation, checkpoints
+    and the log are not in it.
+    """
+
+    def __init__(self, clip_grad: float) -> None:
+        """`clip_grad`: Megatron's; 0 is off."""
+        self._clip_grad, self._began = clip_grad, time.perf_counter()
+
+    @property
+    def signals(self) -> Mapping[str, How]:
+        """See `WeightHook`."""
+        clip: dict[str, How] = {"clip_grad": "max"} if self._clip_grad > 0 else {}
+        return clip | {"step_seconds": "max"}
+
+    def train_begins(self) -> None:
+        """Nothing."""
+
+    def step_begins(self, step: int) -> None:
+        """Start the clock."""
+        del step
+        self._began = time.perf_counter()
+
+    def observe(self) -> Mapping[str, float]:
+        """Read the clock. Megatron copied the gradient norm to the host just before, so device work is in it."""
+        return {"clip_grad": self._clip_grad, "step_seconds": time.perf_counter() - self._began}
+
+    def update_done(self, record: StepRecord, updated: bool) -> None:
+        """Nothing."""

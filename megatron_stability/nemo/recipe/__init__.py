@@ -1,0 +1,1 @@
+"""NeMo YAML recipes: read, checked, merged."""

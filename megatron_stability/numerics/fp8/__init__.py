@@ -1,0 +1,1 @@
+"""FP8: formats, recipes, statistics of what quantization did."""

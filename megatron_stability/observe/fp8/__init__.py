@@ -1,0 +1,1 @@
+"""What is known of FP8 tensors: every step, and sampled."""

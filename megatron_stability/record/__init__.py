@@ -1,1 +1,0 @@
-"""What remains: the ledger, sinks, incident bundles, the report."""

@@ -1,0 +1,1 @@
+"""The pages that people look at: a run from its ledger, as HTML."""

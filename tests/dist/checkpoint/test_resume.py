@@ -1,0 +1,313 @@
+"""Which checkpoint a run resumes from, judged by two ranks together; no training."""
+
+from __future__ import annotations
+
+import random
+import re
+import shutil
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_stability.checkpoints import generations, manifest
+from megatron_stability.checkpoints.compare import text
+from megatron_stability.checkpoints.manifest import Manifest
+from megatron_stability.errors import UsageError
+from tests.dist.pool import Context, Pool
+
+pytestmark = pytest.mark.megatron
+TRAINING = {"lr": 0.001, "seed": 1, "data_path": ["a"]}
+
+
+def make(root: Path, step: int, hashes: dict[str, str] | None = None) -> Path:
+    folder = generations.folder_of(root, step)
+    folder.mkdir(parents=True)
+    for name in ("__0_0.distcp", "__1_0.distcp", "common.pt", ".metadata"):
+        (folder / name).write_bytes(f"{step} {name}".encode() * 100)
+    files = manifest.hash_files(folder, manifest.file_names(folder))
+    manifest.write(
+        folder,
+        Manifest(step=step, samples=step, tokens=step, files=files, training=TRAINING, hashes=hashes or {}),
+    )
+    return folder
+
+
+def choose(context: Context, root: str, settings: dict[str, Any], args: dict[str, Any]) -> Any:
+    from megatron_stability.config import Checkpoint
+    from megatron_stability.megatron.checkpoint import choose as resume
+
+    known = {"save": root, "ckpt_step": None} | args
+    try:
+        chosen = resume.choose(Path(root), Namespace(**known), Checkpoint(**settings))
+    except UsageError as error:
+        return str(error)
+    return None if chosen is None else chosen.step
+
+
+def ask(pool: Pool, root: Path, settings: dict[str, Any] | None = None, **args: Any) -> Any:
+    """What both ranks say; it must be the same."""
+    first, second = pool.run(choose, str(root), settings or {}, args, world=2, timeout=60)
+    assert first == second
+    return first
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("file", ["__0_0.distcp", "__1_0.distcp", ".metadata", manifest.MANIFEST])
+def test_the_next_older_is_used_where_a_file_of_either_rank_is_bad(
+    patched_ranks: Pool, tmp_path: Path, file: str
+) -> None:
+    """Megatron-LM#4378: a checkpoint is verified before it is believed."""
+    make(tmp_path, 5)
+    flip(make(tmp_path, 10) / file)
+    generations.write_tracker(tmp_path, 10)
+    assert ask(patched_ranks, tmp_path) == 5
+    assert generations.read_tracker(tmp_path) == 5
+    assert file in ask(patched_ranks, tmp_path, {"strict": True})
+
+
+def test_a_tracker_that_says_nothing_is_mended_and_a_suspect_passed_over(patched_ranks: Pool, tmp_path: Path) -> None:
+    make(tmp_path, 5)
+    generations.mark_suspect(make(tmp_path, 10), "NaN")
+    (tmp_path / generations.TRACKER).write_text("garbage")
+    assert ask(patched_ranks, tmp_path) == 5
+    assert generations.read_tracker(tmp_path) == 5
+
+
+def test_a_step_that_is_asked_for_is_not_replaced_by_another(patched_ranks: Pool, tmp_path: Path) -> None:
+    make(tmp_path, 5)
+    flip(make(tmp_path, 10) / "common.pt")
+    generations.write_tracker(tmp_path, 5)
+    assert ask(patched_ranks, tmp_path, ckpt_step=5) == 5
+    assert "common.pt" in ask(patched_ranks, tmp_path, ckpt_step=10)
+    assert "no checkpoint there" in ask(patched_ranks, tmp_path, ckpt_step=7)
+
+
+def test_missing_or_empty_stops_unless_a_fresh_start_is_allowed(patched_ranks: Pool, tmp_path: Path) -> None:
+    """Megatron-Bridge#1649, verl#7952: a path without a checkpoint must not mean random weights."""
+    for root in (tmp_path / "missing", tmp_path):
+        assert "--stability-checkpoint-allow-fresh-start" in ask(patched_ranks, root)
+        assert ask(patched_ranks, root, {"allow_fresh_start": True}) is None
+    (make(tmp_path, 5) / manifest.MARKER).unlink()  # killed in its first save
+    assert "is incomplete" in ask(patched_ranks, tmp_path)
+    assert ask(patched_ranks, tmp_path, {"allow_fresh_start": True}) is None
+    generations.write_tracker(tmp_path, 5)  # but where a tracker points at it, Megatron would load it
+    assert "is incomplete" in ask(patched_ranks, tmp_path, {"allow_fresh_start": True})
+    assert ask(patched_ranks, tmp_path, {"allow_unverified": True}) is None
+    shutil.rmtree(tmp_path / "iter_0000005")
+    flip(make(tmp_path, 5) / "common.pt")
+    assert "common.pt" in ask(patched_ranks, tmp_path, {"allow_unverified": True, "allow_fresh_start": True})
+
+
+def refuse(context: Context, now: dict[str, Any], hashes: dict[str, str], allowed: tuple[str, ...]) -> str | None:
+    from megatron_stability.config import Checkpoint
+    from megatron_stability.megatron.checkpoint import choose as resume
+
+    saved = Manifest(step=5, samples=5, tokens=5, training=TRAINING, hashes={"dataset": "a" * 32, "code": "c"})
+    try:
+        resume.refuse_changes(saved, Namespace(**now), hashes, Checkpoint(allow_changes=allowed))
+    except UsageError as error:
+        return str(error)
+    return None
+
+
+def test_changes_are_listed_and_refused_unless_named(patched_ranks: Pool) -> None:
+    same = {"dataset": "a" * 32, "code": "c"}
+
+    def ask_one(now: dict[str, Any], hashes: dict[str, str] = same, allowed: tuple[str, ...] = ()) -> str | None:
+        return patched_ranks.run(refuse, TRAINING | now, hashes, allowed, world=1)[0]
+
+    assert ask_one({}) is None
+    said = ask_one({"lr": 0.002, "seed": 2})
+    assert said is not None
+    assert re.search(r"lr 0\.001 -> 0\.002; seed 1 -> 2; .*allow-changes lr,seed$", said)
+    assert "seed" in (ask_one({"lr": 0.002, "seed": 2}, allowed=("lr",)) or "")
+    assert ask_one({"lr": 0.002, "seed": 2}, allowed=("lr", "seed")) is None
+    assert "dataset" in (ask_one({}, {"dataset": "b" * 32, "code": "c"}) or "")
+
+
+def judge(context: Context) -> dict[str, Any]:
+    """Post-load checks on one linear layer, healthy and hurt; and generators there and back."""
+    import numpy as np
+    import torch
+
+    context.megatron()
+    from megatron_stability.megatron.access import rank_state
+
+    torch.manual_seed(0)
+    model = [torch.nn.Linear(8, 8)]
+    prints = rank_state.measure(model, None)
+    packed = rank_state.packed(prints, model)
+    saved = rank_state.unpacked(packed, model)
+    other = rank_state.unpacked(packed.replace(b'"cpu"', b'"cuda"'), model)
+    assert other == {name: (None, amax) for name, (_, amax) in saved.items()}
+    said = {"healthy": rank_state.complaint(prints, saved), "replicas": rank_state.check_replicas(model, prints)}
+    state = rank_state.generators()
+    torch.rand(3)
+    torch.cuda.manual_seed(5)
+    random.random()
+    np.random.rand()
+    moved = rank_state.generators()
+    rank_state.restore_generators(state)
+    said["generators"] = text(rank_state.generators()) == text(state) != text(moved)
+    with torch.no_grad():
+        weight = model[0].weight.view(-1)
+        if context.rank == 1:
+            weight[3] += 1e-6
+    hurt = rank_state.measure(model, None)
+    said["one bit"], said["other replica"] = rank_state.complaint(hurt, saved), rank_state.check_replicas(model, hurt)
+    with torch.no_grad():
+        weight[0] = 100.0
+        said["range"] = rank_state.complaint(rank_state.measure(model, None), saved)
+        weight[0] = float("nan")
+        said["nan"] = rank_state.complaint(rank_state.measure(model, None), None)
+    return said
+
+
+def test_loaded_tensors_are_checked_against_what_was_saved_and_against_replicas(patched_ranks: Pool) -> None:
+    """Megatron-LM#1842, #1570: fingerprint and range of each tensor; Megatron-LM#6920: equal over replicas."""
+    first, second = patched_ranks.run(judge, world=2)
+    assert first["healthy"] is first["replicas"] is first["one bit"] is None
+    assert first["generators"]
+    assert second["generators"]
+    assert second["one bit"] == "model0.weight differs in its bits from what was saved"
+    assert first["other replica"] == second["other replica"]
+    assert "weights of rank 1 differ from those of rank 0" in first["other replica"]
+    assert "100" in first["range"]
+    assert "NaN or Inf" in first["nan"]
+
+
+def partial_load(context: Context) -> list[str]:
+    """What is said of a strict load that failed, refused and allowed; and the exit code of a failed load."""
+    from megatron_stability import config
+    from megatron_stability.megatron import seams
+    from megatron_stability.megatron.checkpoint.checkpoints import Checkpoints
+
+    said = []
+    for allowed in (False, True):
+        tree = config.StabilityConfig(checkpoint=config.Checkpoint(allow_partial_load=allowed))
+        try:
+            Checkpoints(tree, Namespace()).strict_load_failed(RuntimeError("Missing key(s): layers.0\n  weight"))
+            said.append("goes on")
+        except UsageError as error:
+            said.append(str(error))
+    assert seams.failed_load_code() is None  # no runtime: as stock
+    return said
+
+
+def test_a_failed_strict_load_is_not_repeated_leniently(patched_ranks: Pool) -> None:
+    (refused, allowed), *_ = patched_ranks.run(partial_load, world=1)
+    assert "Missing key(s): layers.0 weight" in refused
+    assert "--stability-checkpoint-allow-partial-load" in refused
+    assert allowed == "goes on"
+
+
+def save_again(context: Context, root: str) -> list[str]:
+    """What is left of a killed save of step 5 when the step is about to be saved again."""
+    from megatron_stability import config
+    from megatron_stability.megatron.checkpoint.checkpoints import Checkpoints
+
+    checkpoints = Checkpoints(config.StabilityConfig(), Namespace(save=root, ckpt_format="torch"))
+    checkpoints.add_state({"iteration": 5})
+    return sorted(path.name for path in generations.folder_of(Path(root), 5).iterdir())
+
+
+def test_what_a_killed_save_left_is_not_taken_for_the_next_ones(patched_ranks: Pool, tmp_path: Path) -> None:
+    folder = make(tmp_path, 5)
+    stale = {".stability-share-0.json", ".stability-share-11.json", "__0_stability.json", "__11_stability.json"}
+    for name in stale:
+        (folder / name).write_text("{}")
+    before = {path.name for path in folder.iterdir()}
+    (left,) = patched_ranks.run(save_again, str(tmp_path), world=1)
+    assert before - set(left) == stale | {manifest.MARKER}
+
+
+def save_twice(context: Context, root: str) -> list[str]:
+    """In which order fingerprints are begun and waited for where two saves have no applied step between them."""
+    from megatron_stability import config
+    from megatron_stability.megatron.access import rank_state
+    from megatron_stability.megatron.checkpoint.checkpoints import Checkpoints
+
+    seen: list[str] = []
+
+    def begin(model: list[Any], optimizer: Any) -> Any:
+        name = f"of save {len(seen) // 2 + 1}"
+        seen.append(f"begun {name}")
+        return lambda: seen.append(f"waited {name}") or {}
+
+    args = Namespace(save=root, world_size=1, consumed_train_samples=8, seq_length=4)
+    checkpoints = Checkpoints(config.StabilityConfig(), args)
+    checkpoints._model, checkpoints._complete = [object()], lambda *_: None  # type: ignore[method-assign]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rank_state, "begin_measure", begin)
+        patch.setattr(rank_state, "replicated", lambda model: [])
+        for step in (1, 2):
+            checkpoints.saved(root, step, None)
+    checkpoints.weights_will_change()
+    return seen
+
+
+def test_no_fingerprint_is_still_taken_when_an_update_follows_two_saves(patched_ranks: Pool, tmp_path: Path) -> None:
+    (seen,) = patched_ranks.run(save_twice, str(tmp_path), world=1)
+    assert seen == ["begun of save 1", "waited of save 1", "begun of save 2", "waited of save 2"]
+
+
+def one_breaks(context: Context, root: str) -> str:
+    """Rank 1's thread meets what nobody thought of."""
+    from megatron_stability import config
+    from megatron_stability.megatron.checkpoint.checkpoints import Checkpoints
+
+    def out_of_memory(*_: Any) -> dict[str, Any]:
+        raise MemoryError("no memory for a buffer")
+
+    generations.folder_of(Path(root), 5).mkdir(exist_ok=True)
+    args = Namespace(save=root, world_size=2, consumed_train_samples=8, seq_length=4)
+    checkpoints = Checkpoints(config.StabilityConfig(), args)
+    if context.rank == 1:
+        checkpoints._hash_share = out_of_memory  # type: ignore[method-assign]
+    checkpoints.saved(root, 5, None)
+    try:
+        checkpoints.close()
+    except MemoryError as error:
+        return str(error)
+    return "went on"
+
+
+def test_a_rank_whose_part_breaks_is_not_waited_for(patched_ranks: Pool, tmp_path: Path) -> None:
+    said = patched_ranks.run(one_breaks, str(tmp_path), world=2, timeout=60)
+    assert said == ["went on", "no memory for a buffer"]
+    assert generations.generations(tmp_path)[0].state == "incomplete"
+    assert generations.read_tracker(tmp_path) is None
+
+
+def data_hashes(context: Context, prefix: str) -> dict[str, str]:
+    from megatron_stability import config
+    from megatron_stability.megatron.checkpoint import training_args
+
+    args = Namespace(data_path=["0.5", prefix, "0.5", prefix + "-other"], tokenizer_model=prefix + ".model")
+    return training_args.hashes(args, config.StabilityConfig())
+
+
+def test_hashes_follow_the_bytes_of_index_and_tokenizer_and_not_their_names(
+    patched_ranks: Pool, tmp_path: Path
+) -> None:
+    def look(folder: Path) -> dict[str, str]:
+        return patched_ranks.run(data_hashes, str(folder / "text"), world=1)[0]
+
+    for folder in (tmp_path / "a", tmp_path / "b"):
+        folder.mkdir()
+        for name in ("text.idx", "text.bin", "text-other.idx", "text-other.bin", "text.model"):
+            (folder / name).write_bytes(name.encode() * 50)
+    first = look(tmp_path / "a")
+    assert look(tmp_path / "b") == first
+    flip(tmp_path / "b" / "text-other.idx")
+    second = look(tmp_path / "b")
+    assert {name for name in first if first[name] != second[name]} == {"dataset"}
+    flip(tmp_path / "b" / "text.model")
+    assert look(tmp_path / "b")["tokenizer"] != first["tokenizer"]
