@@ -165,8 +165,9 @@ class Lineage:
         return any(place in self.line(save.place) for save in later)
 
     def unproven(self, place: Place) -> bool:
-        """Saved while steps were being withheld, and no update was applied since."""
-        return self._saves[place].withheld > 0 and not self.proven(place)
+        """Whether steps were being withheld when it was saved, or right after, and no update came since."""
+        streaks = [save.place for save in self._saves.values() if save.withheld > 0 and save.place >= place]
+        return any(place in self.line(each) for each in streaks) and not self.proven(place)
 
     def objection(self, place: Place) -> str | None:
         """Why a sound checkpoint is not resumed from unless it is asked for; None where nothing speaks against it."""

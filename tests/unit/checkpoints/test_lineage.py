@@ -134,10 +134,12 @@ def test_the_choice_says_why_it_is_not_the_newest() -> None:
         (THREE_SIX, {}, 1, [3]),
         (THREE_SIX, {}, 2, []),
         ((*ROLLED_BACK, save("5@5", "4@4")), {}, 1, [4, 3]),  # what was left behind is evidence
-        (STREAK, {}, 1, [5]),  # 15 is unproven: 10 is the one that is kept
-        (STREAK, {"proven": ("15@3",)}, 1, [10, 5]),
+        (STREAK, {}, 1, []),  # 15 is unproven, and so is 10, after which no update came: 5 is the one that is kept
+        ((save(2), save("5@1", 2), *STREAK[1:]), {}, 1, [2]),
+        (STREAK, {"proven": ("10@2",)}, 1, [5]),
+        (STREAK, {"proven": ("15@3", "10@2")}, 1, [10, 5]),
         ((*STREAK, save("20@4", "15@3")), {}, 1, [15, 10, 5]),
-        ((*STREAK, save("20@4", "15@3", applied=10, withheld=10)), {}, 1, [5]),
+        ((*STREAK, save("20@4", "15@3", applied=10, withheld=10)), {}, 1, []),
         ((save("3@1", applied=0, withheld=3),), {}, 1, []),
     ],
 )
@@ -152,8 +154,8 @@ def test_retention_keeps_the_newest_of_the_trajectory_and_does_not_count_the_unp
     [
         (STREAK, {}, "10@2", [10, 15]),  # no update ever came after 10
         (STREAK, {}, "15@3", [15]),
-        (STREAK, {}, "5@1", [15]),  # 5 is proven by 10
-        (STREAK, {}, None, [15]),
+        (STREAK, {}, "5@1", [15, 10]),  # 5 is proven by 10
+        (STREAK, {}, None, [15, 10]),
         (STREAK, {"proven": ("15@3",)}, "15@3", []),
         (THREE_SIX, {}, "6@2", [6]),
         (THREE_SIX, {}, "3@1", []),
