@@ -88,9 +88,7 @@ class History(BaseModel):
 
     def with_proven(self, places: Iterable[Place]) -> History:
         """With an update applied after these."""
-        known = set(places)
-        left = tuple(place for place in self.failed if place not in known)
-        return self.model_copy(update={"proven": tuple(sorted({*self.proven, *known})), "failed": left})
+        return self.model_copy(update={"proven": tuple(sorted({*self.proven, *places}))})
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +157,7 @@ class Lineage:
 
     def proven(self, place: Place) -> bool:
         """Whether an update was applied after it, as far as it is known."""
-        if place in self.history.proven:
+        if any(place in self.line(each) for each in self.history.proven):
             return True
         later = [save for save in self._saves.values() if save.place > place and save.applied > place.step]
         return any(place in self.line(save.place) for save in later)
@@ -169,9 +167,13 @@ class Lineage:
         streaks = [save.place for save in self._saves.values() if save.withheld > 0 and save.place >= place]
         return any(place in self.line(each) for each in streaks) and not self.proven(place)
 
+    def vain(self, place: Place) -> bool:
+        """Whether starts from there could apply no update, and none has since."""
+        return place in self.history.failed and not self.proven(place)
+
     def objection(self, place: Place) -> str | None:
         """Why a sound checkpoint is not resumed from unless it is asked for; None where nothing speaks against it."""
-        if place in self.history.failed:
+        if self.vain(place):
             return "a start from it could apply no update"
         if place in self.surviving:
             return None
@@ -183,7 +185,7 @@ class Lineage:
     @cached_property
     def candidates(self) -> tuple[Place, ...]:
         """What may be resumed from unasked, best first."""
-        return tuple(place for place in self.surviving if self._fine(place) and place not in self.history.failed)
+        return tuple(place for place in self.surviving if self._fine(place) and not self.vain(place))
 
     def _fine(self, place: Place) -> bool:
         return self._saves[place].sound and self._saves[place].here
@@ -209,8 +211,7 @@ class Lineage:
         named = self._of_step(tracker)
         if named is None:  # nothing can be said of it: what the trajectory has from before
             return Choice(tuple(place for place in self.candidates if place.step < tracker), why)
-        failed = self.history.failed
-        line = tuple(p for p in self.line(named) if self._fine(p) and (p == named or p not in failed))
+        line = tuple(p for p in self.line(named) if self._fine(p) and (p == named or not self.vain(p)))
         return Choice(line, why if line[:1] != self.candidates[:1] else "")
 
     def edited(self, tracker: int) -> bool:

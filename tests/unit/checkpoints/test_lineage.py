@@ -170,9 +170,11 @@ def test_what_a_start_in_vain_speaks_against(
     assert [each.step for each in found] == condemned
 
 
-def test_an_update_takes_a_condemnation_back() -> None:
-    known = History(failed=(place("10@2"), place("15@3"))).with_proven([place("10@2")])
-    assert (known.failed, known.proven) == ((place("15@3"),), (place("10@2"),))
+def test_an_update_takes_a_condemnation_back_from_all_that_lead_to_it() -> None:
+    found = lineage(STREAK, failed=("10@2", "15@3"), proven=("15@3",))
+    assert [each.step for each in found.candidates] == [15, 10, 5]
+    found = lineage(STREAK, failed=("10@2", "15@3"), proven=("10@2",))
+    assert [each.step for each in found.candidates] == [10, 5]
 
 
 # --- on disk ----------------------------------------------------------------------------------------------------------
