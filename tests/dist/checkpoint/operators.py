@@ -170,13 +170,16 @@ class Job:
     ) -> None:
         from megatron_stability.config import Checkpoint, StabilityConfig
         from megatron_stability.errors import UsageError
+        from megatron_stability.megatron.access.host import Host
         from megatron_stability.megatron.checkpoint import choose
         from megatron_stability.megatron.checkpoint.checkpoints import Checkpoints
 
         self.save, self.chosen = save, ""
         self.args = Namespace(save=str(save), ckpt_step=ckpt_step, iteration=0, finetune=False, skip_train=False)
         config = StabilityConfig(checkpoint=Checkpoint(new_lineage=anew, keep=keep))
-        self.checkpoints = Checkpoints(config, self.args)
+        host = Host()
+        host.finish_saves = lambda: None  # type: ignore[method-assign]
+        self.checkpoints = Checkpoints(config, self.args, host)
         self.trajectory = self.checkpoints.trajectory
         try:
             if load is not None:

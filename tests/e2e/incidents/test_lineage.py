@@ -55,7 +55,6 @@ def test_a_rollback_by_hand_stands(pool: Pool, tmp_path: Path) -> None:
     assert states(tmp_path) == {"iter_0000004": "complete", "iter_0000003": "complete", "iter_0000006": "suspect"}
     assert tracker.read_text() == "4"
     assert run(pool, tmp_path, *load, "--exit-interval", "5", steps=6, every=50) == applied(5)
-    assert run(pool, tmp_path, *load, "--ckpt-step", "4", "--exit-interval", "5", steps=6, every=50) == applied(5)
     tracker.write_text("3\n")  # by hand
     assert run(pool, tmp_path, *load, steps=6, every=3) == [(4, "skip"), *applied(5, 6)]
     assert states(tmp_path)["iter_0000006.suspect-1"] == "suspect"
