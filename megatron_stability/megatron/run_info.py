@@ -39,3 +39,15 @@ def bundle_context(config: StabilityConfig, args: Namespace, host: Host) -> Cont
         args=plain_args(host.arguments(args)),
         patch_digest=info.versions["patches"],
     )
+
+
+def opening(config: StabilityConfig, folder: Path) -> Iterator[str]:
+    """What the log says when training begins.
+
+    Args:
+        config: the validated tree.
+        folder: of the ledger.
+    """
+    yield f"mode {config.mode}, ledger in {folder}"
+    if tree := install_digest.versions().get("megatron_tree"):
+        yield tree
