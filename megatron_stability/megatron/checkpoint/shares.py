@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_stability import files
-from megatron_stability.checkpoints import manifest
+from megatron_stability.checkpoints import asides, manifest
 from megatron_stability.errors import UsageError
 
 WAIT_S = 1800.0  # how long rank 0's thread waits for the other ranks' threads
@@ -45,5 +45,6 @@ def gather(folder: Path, world: int) -> list[dict[str, Any]]:
 
 
 def make_way(folder: Path) -> None:
+    """Before a save into `folder`: what counts there is set aside, what another left is removed."""
     asides.set_aside(folder)
     remove_stale(folder)
