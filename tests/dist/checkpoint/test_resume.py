@@ -134,7 +134,10 @@ def ask_changes(
 ) -> str | None:
     tree = more.pop("tree", {}) | {"checkpoint": {"allow_changes": allowed}}
     hashes = {"dataset": more.pop("dataset", "a") * 32, "code": "c"}
-    answer: str | None = pool.run(refuse, TRAINING | (saved or {}), TRAINING | now, hashes, tree, world=1, **more)[0]
+    release = more.pop("release", "0.19.2")
+    assert not more
+    answer: str | None
+    (answer,) = pool.run(refuse, TRAINING | (saved or {}), TRAINING | now, hashes, tree, release, world=1)
     return answer
 
 
