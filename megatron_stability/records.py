@@ -171,6 +171,12 @@ class Decision:
         """Whether the optimizer step runs."""
         return self.action.updates_weights
 
+    @property
+    def told(self) -> str:
+        """The action in capitals, with the advised one where that is another."""
+        taken = self.action.upper()
+        return taken if self.action is self.advised else f"{taken} (would {self.advised.upper()})"
+
 
 class IncidentClass(StrEnum):
     """The four causes that triage tells apart."""

@@ -12,6 +12,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -19,8 +20,10 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import xxhash
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
+from megatron_stability import files
+from megatron_stability.echo import masked, said
 from megatron_stability.errors import UsageError
 from megatron_stability.records import Action, Change, Decision, StepRecord, Tier, Verdict, encode_float
 
@@ -29,6 +32,7 @@ FILE = "ledger.jsonl"
 _MARK = b',"x":"'
 _CHECKSUM_LENGTH = len(_MARK) + 16 + len(b'"}')
 
+Said = Annotated[str, AfterValidator(said)]  # shown to people: short, without control characters and secrets
 Fate = Literal["trained", "skipped", "halted"]
 
 
@@ -48,10 +52,10 @@ class RunEntry(Entry):
     schema_version: int
     resumed_step: int
     resumed_sample: int
-    mode: str = ""
-    versions: dict[str, str] = {}
+    mode: Said = ""
+    versions: dict[str, Said] = {}
     layout: dict[str, int] = {}
-    data: dict[str, str] = {}  # seed, and what identifies the data; equal for runs that may be compared
+    data: dict[str, Said] = {}  # seed, and what identifies the data; equal for runs that may be compared
     trimmed_bytes: int = 0  # of a torn last line, removed at this opening
 
 
@@ -72,7 +76,7 @@ class StepEntry(Entry):
     fate: Fate
     action: Action
     advised: Action
-    reason: str = ""
+    reason: Said = ""
     parameters: dict[str, float] = {}
     verdicts: tuple[Verdict, ...] = ()
     nonfinite_losses: int = 0
@@ -99,7 +103,7 @@ class UndoEntry(Entry):
     kind: Literal["undo"] = "undo"
     from_step: int
     from_sample: int
-    reason: str = ""
+    reason: Said = ""
 
 
 class SaveEntry(Entry):
@@ -115,7 +119,7 @@ class EndEntry(Entry):
     kind: Literal["end"] = "end"
     step: int
     code: int
-    reason: str
+    reason: Said
 
 
 class AttentionEntry(Entry):
@@ -145,7 +149,7 @@ class EpisodeEntry(Entry):
     value: float
     threshold: float
     verdicts: int
-    reason: str
+    reason: Said
 
 
 AnyEntry = RunEntry | StepEntry | UndoEntry | SaveEntry | EndEntry | AttentionEntry | EpisodeEntry
@@ -238,7 +242,7 @@ def read(folder: str | Path) -> LedgerView:
     """
     path = Path(folder) / FILE
     try:
-        data = path.read_bytes()
+        data = files.read_bytes(path, sys.maxsize)
     except OSError as error:
         raise UsageError(f"{path}: cannot be read ({error.strerror}); name the folder of a run's ledger") from None
     entries, whole = parse(data, path)
@@ -288,15 +292,19 @@ def step_entry(record: StepRecord, decision: Decision, generation: int) -> StepE
 
 
 def strict(value: Any) -> Any:
-    """A value for strict JSON: floats through `encode_float`, texts as valid Unicode, at any depth."""
+    """A value for strict JSON, at any depth: without secrets, floats through `encode_float`, texts as valid Unicode."""
+    return _strict(masked(value))
+
+
+def _strict(value: Any) -> Any:
     if isinstance(value, float):
         return encode_float(value)
     if isinstance(value, str):
         return value.encode(errors="replace").decode()  # a lone surrogate, as in an undecodable path, is not JSON
     if isinstance(value, dict):
-        return {strict(key): strict(item) for key, item in value.items()}
+        return {_strict(key): _strict(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [strict(item) for item in value]
+        return [_strict(item) for item in value]
     return value
 
 

@@ -44,6 +44,9 @@ def install_runtime(args: Namespace) -> None:
             print(f"> megatron-stability: {line}", flush=True)
     if config.mode == "act":
         args.check_for_nan_in_loss_and_grad = False
+    lost = lost_by_a_signal(args)
+    if lost and args.rank == 0:
+        print(f"> megatron-stability: {lost}", flush=True)
     from megatron_stability.megatron.observers import hooks
     from megatron_stability.megatron.runtime import Runtime
 
@@ -52,8 +55,18 @@ def install_runtime(args: Namespace) -> None:
     if config.fp8.inspect:  # before the model is built: TE's modules ask for nvdlfw-inspect as they are made
         from megatron_stability.transformer_engine import sampled
 
-        sampled.begin(config.fp8.sample_every, runtime.ledger_folder() / "nvdlfw_inspect")
+        sampled.begin(config.fp8.sample_every, runtime.ledger_folder() / "nvdlfw_inspect" / f"rank{args.rank}")
     handle.install(runtime)
+
+
+def lost_by_a_signal(args: Namespace) -> str | None:
+    """What a SIGTERM costs, where Megatron does not handle it; None where it does, or where nothing is saved anyway."""
+    if args.exit_signal_handler or not args.save:
+        return None
+    return (
+        "a SIGTERM (time limit, preemption) ends the run without a checkpoint: what was trained since the last save is "
+        "lost; --exit-signal-handler saves first"
+    )
 
 
 def refuse_what_cannot_work(config: tree.StabilityConfig, args: Namespace) -> None:

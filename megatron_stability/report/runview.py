@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron_stability.detect import DETECTORS
+from megatron_stability.echo import said
 from megatron_stability.ledger.entries import FILE, EpisodeEntry, LedgerView, RunEntry, StepEntry, UndoEntry, read
 from megatron_stability.ledger.fates import Finding, Interval, audit, count, history
 from megatron_stability.records import Action, encode_float
@@ -69,7 +70,7 @@ class RunView:
         nested = folder / "stability"
         view = read(nested if not (folder / FILE).exists() and (nested / FILE).exists() else folder)
         return cls(
-            name=name or folder.resolve().name,
+            name=said(name or folder.resolve().name),
             steps=[step.step for step in view.surviving],
             loss=[step.loss for step in view.surviving],
             grad_norm=[step.grad_norm for step in view.surviving],

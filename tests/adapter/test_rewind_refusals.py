@@ -15,7 +15,7 @@ FINE: dict[str, Any] = {"save": "out", "ckpt_format": "torch_dist", "dataloader_
 
 
 def refuse(changes: dict[str, Any], **decide: Any) -> None:
-    rule = {"detector": "*", "tier": "hard", "action": "rewind", "generations": 1, "skip_steps": 1}
+    rule = {"detector": "*", "tier": "large", "action": "rewind", "generations": 1, "skip_steps": 1}
     config = StabilityConfig.model_validate({"decide": decide | {"rules": [rule]}})
     refuse_what_cannot_work(config, Namespace(**(FINE | changes)))
 
@@ -27,7 +27,6 @@ def refuse(changes: dict[str, Any], **decide: Any) -> None:
         ({"ckpt_format": "torch"}, "--ckpt-format torch"),
         ({"dataloader_type": "external"}, "--dataloader-type external"),
         ({"no_save_rng": True}, "--no-save-rng"),
-        ({"use_megatron_fsdp": True}, "--use-megatron-fsdp"),
         ({"hybrid_context_parallel": True}, "--hybrid-context-parallel"),
     ],
 )

@@ -41,8 +41,10 @@ def one_sentence(rank: int) -> Iterator[None]:
     try:
         yield
     except UsageError as error:
+        text, runtime = str(error), handle.installed()
+        if runtime is not None:
+            text = runtime.host.in_its_words(text)
+            runtime.ending(error.exit_code, text)
         if speaks(rank):
-            runtime = handle.installed()
-            text = str(error) if runtime is None else runtime.host.in_its_words(str(error))
             print(f"megatron-stability: {text}", file=sys.stderr, flush=True)
         sys.exit(error.exit_code)

@@ -21,14 +21,18 @@ from megatron.training import print_rank_0
 
 from megatron_stability.checkpoints.manifest import Manifest
 from megatron_stability.config import StabilityConfig
+from megatron_stability.data import fingerprint
+from megatron_stability.echo import MASK, brief, said
 from megatron_stability.errors import UsageError
 from megatron_stability.megatron.access import argument_table
 from megatron_stability.megatron.access.argument_table import TRAINING, Effect
 from megatron_stability.megatron.checkpoint import training_args
+from megatron_stability.megatron.checkpoint.run_files import Found, RunFiles
 from megatron_stability.megatron.checkpoint.training_args import OPAQUE, plain
 from megatron_stability.megatron.patching import install_digest
 
 _FROM = MappingProxyType({"padded_vocab_size": " (of --vocab-size, --make-vocab-size-divisible-by and TP)"})
+MOST_TOLD: Final = 5  # data sets that differ
 #: What Megatron's scheduler compares with the checkpoint by itself, and refuses unless told whose values count.
 SCHEDULE: Final = frozenset(
     {
@@ -50,7 +54,8 @@ class Change:
     note: str = ""
 
     def __str__(self) -> str:
-        return f"{self.name} {self.was!r} -> {self.now!r}{self.note}{_FROM.get(self.name, '')}"
+        values = "" if self.name == "dataset" else f" {brief(self.was)} -> {brief(self.now)}"  # its files are named
+        return f"{self.name}{values}{self.note}{_FROM.get(self.name, '')}"
 
 
 def changes(saved: Manifest, now: Mapping[str, Any]) -> Iterator[Change]:
@@ -64,7 +69,7 @@ def changes(saved: Manifest, now: Mapping[str, Any]) -> Iterator[Change]:
     for name in sorted({*saved.training, *now}):
         was = saved.training[name] if name in saved.training else _default(name, then)
         is_now = now[name] if name in now else _default(name, here)
-        if was is OPAQUE or is_now is OPAQUE or was == is_now:
+        if was is OPAQUE or is_now is OPAQUE or was in (MASK, is_now):  # a secret was not kept
             continue
         note = "" if name in saved.training else " (the checkpoint does not say: its release's default)"
         yield Change(name, was, is_now, effect_of(name), note if name in now else " (not in this Megatron)")
@@ -96,8 +101,8 @@ def _config_defaults() -> Mapping[str, Any]:
     return found
 
 
-def refuse(saved: Manifest, args: Namespace, hashes: Mapping[str, str], config: StabilityConfig) -> None:
-    """Tell what differs from the checkpoint's run, and refuse what changes training and is not allowed by name.
+def refuse(saved: Manifest, args: Namespace, files: RunFiles, config: StabilityConfig) -> None:
+    """On rank 0: tell what differs from the checkpoint's run, refuse what changes training and is not allowed by name.
 
     With `--finetune` a new run begins, and with `--skip-train` none: then only a changed model is refused in the
     latter, and nothing in the former.
@@ -105,23 +110,15 @@ def refuse(saved: Manifest, args: Namespace, hashes: Mapping[str, str], config: 
     Args:
         saved: the checkpoint's manifest.
         args: Megatron's, now.
-        hashes: `training_args.hashes`, now.
+        files: what the run reads, now.
         config: `checkpoint.allow_changes` names what may differ, by its whole name or what follows its last dot.
 
     Raises:
-        UsageError: lists each argument with both values.
+        UsageError: lists each argument with both values, and each data set that changed.
     """
-    files = [(name, saved.hashes.get(name), hashes.get(name)) for name in training_args.FILES]
-    found = [
-        *changes(saved, training_args.training(args, config)),
-        *(
-            Change(name, f"files {was[:8]}", f"files {now}"[:14], Effect.DATA)
-            for name, was, now in files
-            if was and was != now
-        ),
-    ]
+    found = [*changes(saved, training_args.training(args, config)), *_of_files(saved, files.found())]
     for each in found:
-        print_rank_0(f"> megatron-stability: differs from the checkpoint: {each}")
+        print_rank_0(said(f"> megatron-stability: differs from the checkpoint: {each}"))
     matters = frozenset() if args.finetune else frozenset({Effect.MODEL}) if args.skip_train else TRAINING
     allowed = config.checkpoint.allow_changes
     training = [each for each in found if each.effect in matters]
@@ -134,8 +131,19 @@ def refuse(saved: Manifest, args: Namespace, hashes: Mapping[str, str], config: 
         )
     if training and (more := _and_whose_schedule(training, args)):
         raise UsageError(f"--load: differs from the checkpoint in {'; '.join(map(str, training))}; give{more[4:]}")
-    if saved.hashes.get("code") != hashes["code"]:
-        print_rank_0(f"> megatron-stability: the checkpoint was saved by other code: {saved.versions}")
+    if saved.hashes.get("code") != files.found().hashes["code"]:
+        print_rank_0(said(f"> megatron-stability: the checkpoint was saved by other code: {saved.versions}"))
+
+
+def _of_files(saved: Manifest, now: Found) -> Iterator[Change]:
+    was, is_now = (each.get("tokenizer", "") for each in (saved.hashes, now.hashes))
+    if was and was != is_now:
+        yield Change("tokenizer", f"files {was[:8]}", f"files {is_now[:8]}", Effect.DATA)
+    if saved.data is None:
+        print_rank_0("> megatron-stability: the checkpoint has no fingerprints of data files; they are not compared")
+    elif differing := fingerprint.changes(saved.data, now.data):
+        what = f" ({'; '.join(differing[:MOST_TOLD])}{' ...' * (len(differing) > MOST_TOLD)})"
+        yield Change("dataset", saved.data, now.data, Effect.DATA, note=what)
 
 
 def _and_whose_schedule(training: list[Change], args: Namespace) -> str:

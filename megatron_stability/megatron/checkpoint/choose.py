@@ -12,9 +12,10 @@ from typing import Any
 import torch.distributed as dist
 from megatron.training import print_rank_0
 
-from megatron_stability.checkpoints import generations, manifest
+from megatron_stability.checkpoints import dcp_metadata, generations, manifest
 from megatron_stability.checkpoints.manifest import Manifest
 from megatron_stability.config import Checkpoint
+from megatron_stability.echo import said
 from megatron_stability.errors import UsageError
 from megatron_stability.megatron.access.collectives import from_rank_0
 
@@ -56,9 +57,10 @@ def choose(root: Path, args: Namespace, config: Checkpoint) -> Manifest | None:
             raise UsageError(
                 f"{root}: {each.says}; mend it, or drop --stability-checkpoint-strict to use the next older"
             )
-        print_rank_0(f"> megatron-stability: {each.says}; it is not loaded")
+        print_rank_0(said(f"> megatron-stability: {each.says}; it is not loaded"))
         seen.append(each)
     _refuse_without_a_good_one(root, seen, args, config)
+    from_rank_0(lambda: _refuse_unsafe(root, getattr(args, "ckpt_step", None)))
     return None
 
 
@@ -79,7 +81,7 @@ def choose_older(root: Path, back: int, sample: int, config: Checkpoint) -> Mani
         problem = _verify_together(folder, config.threads)
         if problem is None:
             return manifest.read(folder)
-        print_rank_0(f"> megatron-stability: {folder.name} is corrupt: {problem}; it is not gone back to")
+        print_rank_0(said(f"> megatron-stability: {folder.name} is corrupt: {problem}; it is not gone back to"))
     return None
 
 
@@ -139,3 +141,10 @@ def _refuse_without_a_good_one(root: Path, listed: list[Listed], args: Namespace
         newest = f" ({listed[0].says})" if listed else ""
         hint = "; --stability-checkpoint-allow-unverified true loads one that was saved without a manifest"
         raise UsageError(f"--load {root}: no checkpoint there is complete and verified{newest}{hint * incomplete}")
+
+
+def _refuse_unsafe(root: Path, ckpt_step: int | None) -> None:
+    """Rank 0: what Megatron is about to load without a manifest may name no program all the same."""
+    step = ckpt_step or generations.read_tracker(root)
+    if step is not None:
+        dcp_metadata.refuse_unsafe(root / "release" if step == "release" else generations.folder_of(root, step))
