@@ -15,8 +15,8 @@ FINE: dict[str, Any] = {"save": "out", "ckpt_format": "torch_dist", "dataloader_
 
 
 def refuse(changes: dict[str, Any], **decide: Any) -> None:
-    rules = [{"detector": "non_finite", "tier": "hard", "action": "rewind"}]
-    config = StabilityConfig.model_validate({"decide": decide | {"rules": rules}})
+    rule = {"detector": "*", "tier": "large", "action": "rewind", "generations": 1, "skip_steps": 1}
+    config = StabilityConfig.model_validate({"decide": decide | {"rules": [rule]}})
     refuse_what_cannot_work(config, Namespace(**(FINE | changes)))
 
 

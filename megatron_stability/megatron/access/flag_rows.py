@@ -10,8 +10,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Final
 
-import torch
-
 from megatron_stability.config import StabilityConfig
 from megatron_stability.errors import UsageError
 from megatron_stability.megatron.access import argument_table
@@ -71,19 +69,23 @@ class Row:
     def given(self, args: Namespace) -> str | None:
         """The flag and its value as they were given; None where the value is fine."""
         value = getattr(args, self.name, self.fine[0])
-        if value in self.fine:
+        if value in self.fine or str(value) in self.fine:
             return None
         shown = " ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
         return self.flag if value is True else f"{self.flag} {shown}"
 
 
 _OFF: Final = (False, None)
+_FP32: Final = (
+    "fp32",
+    "torch.float32",
+)  # a narrow moment has a scale beside the state
+_PARTS: Final = (
+    "it keeps weights, gradients and optimizer state in parts of its own, which are not known here, neither to the "
+    "gate's measures nor to a checkpoint's manifest; use --use-distributed-optimizer, or --stability-mode off"
+)
 _NOT_PUT_BACK: Final = "it can't be put back; drop the flag, or give --stability-decide-rewind restart"
 _NOT_HELD: Final = "a snapshot does not hold all of its state; leave the snapshot out, and rewinds read a checkpoint"
-_OWN_PARTS: Final = (
-    "keeps weights, gradients and optimizer state in parts of its own, which are not known here, neither to the gate's "
-    "measures nor to a checkpoint's manifest; use --use-distributed-optimizer, or --stability-mode off"
-)
 
 REFUSED: Final = (
     Row(
@@ -95,12 +97,12 @@ REFUSED: Final = (
         *("fp16", _OFF, ACT),
         "the loss scaler moves before a step can be withheld; use --bf16, or --stability-mode observe",
     ),
+    Row("use_torch_fsdp2", _OFF, ON, _PARTS),
+    Row("use_megatron_fsdp", _OFF, ON, _PARTS),
     Row(
         *("optimizer_cuda_graph", _OFF, ON),
         "a captured optimizer step can't be withheld; drop the flag, or use --stability-mode off",
     ),
-    Row("use_torch_fsdp2", _OFF, ON, f"FSDP2 {_OWN_PARTS}"),
-    Row("use_megatron_fsdp", _OFF, ON, f"Megatron-FSDP {_OWN_PARTS}"),
     Row(
         *("non_persistent_ckpt_type", (None,), MANIFEST),
         "such checkpoints are loaded without a manifest; drop the flag, or give --stability-checkpoint-manifest false",
@@ -120,9 +122,7 @@ REFUSED: Final = (
     Row("fp8", _OFF, SNAPSHOT, _NOT_HELD),
     Row("fp4", _OFF, SNAPSHOT, _NOT_HELD),
     Row("optimizer_cpu_offload", _OFF, SNAPSHOT, _NOT_HELD),
-    Row("main_params_dtype", (torch.float32,), SNAPSHOT, _NOT_HELD),  # a narrow one has a scale beside the state
-    Row("exp_avg_dtype", (torch.float32,), SNAPSHOT, _NOT_HELD),
-    Row("exp_avg_sq_dtype", (torch.float32,), SNAPSHOT, _NOT_HELD),
+    *(Row(name, _FP32, SNAPSHOT, _NOT_HELD) for name in ("main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")),
 )
 
 
@@ -184,7 +184,8 @@ def refuse(config: StabilityConfig, args: Namespace) -> None:
     for row in REFUSED:
         given = row.given(args) if row.when.holds(config) else None
         if given is not None:
-            raise UsageError(f"{given} with {row.when.words}: {row.why}")
+            with_what = row.when.words.replace("other than off", config.mode)
+            raise UsageError(f"{given} with {with_what}: {row.why}")
 
 
 def told(config: StabilityConfig, args: Namespace, rows: tuple[Told, ...]) -> Iterator[str]:

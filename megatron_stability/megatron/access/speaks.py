@@ -41,7 +41,7 @@ def one_sentence(rank: int) -> Iterator[None]:
     try:
         yield
     except UsageError as error:
-        runtime, text = handle.installed(), str(error)
+        text, runtime = str(error), handle.installed()
         if runtime is not None:
             text = runtime.host.in_its_words(text)
             runtime.ending(error.exit_code, text)

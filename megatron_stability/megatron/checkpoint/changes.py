@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from types import MappingProxyType
-from typing import Any, ClassVar, Final
+from typing import Any, Final
 
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig
@@ -31,8 +31,8 @@ from megatron_stability.megatron.checkpoint.run_files import Found, RunFiles
 from megatron_stability.megatron.checkpoint.training_args import OPAQUE, plain
 from megatron_stability.megatron.patching import install_digest
 
-MOST_TOLD = 5  # data sets that differ
 _FROM = MappingProxyType({"padded_vocab_size": " (of --vocab-size, --make-vocab-size-divisible-by and TP)"})
+MOST_TOLD: Final = 5  # data sets that differ
 #: What Megatron's scheduler compares with the checkpoint by itself, and refuses unless told whose values count.
 SCHEDULE: Final = frozenset(
     {
@@ -54,19 +54,8 @@ class Change:
     note: str = ""
 
     def __str__(self) -> str:
-        return f"{self.name} {brief(self.was)} -> {brief(self.now)}{self.note}{_FROM.get(self.name, '')}"
-
-
-@dataclass(frozen=True, slots=True)
-class DataChange:
-    """Data sets that differ, in words."""
-
-    words: str
-    name: ClassVar[str] = "dataset"
-    effect: ClassVar[Effect] = Effect.DATA
-
-    def __str__(self) -> str:
-        return f"{self.name} ({self.words})"
+        values = "" if self.name == "dataset" else f" {brief(self.was)} -> {brief(self.now)}"  # its files are named
+        return f"{self.name}{values}{self.note}{_FROM.get(self.name, '')}"
 
 
 def changes(saved: Manifest, now: Mapping[str, Any]) -> Iterator[Change]:
@@ -80,7 +69,7 @@ def changes(saved: Manifest, now: Mapping[str, Any]) -> Iterator[Change]:
     for name in sorted({*saved.training, *now}):
         was = saved.training[name] if name in saved.training else _default(name, then)
         is_now = now[name] if name in now else _default(name, here)
-        if was is OPAQUE or is_now is OPAQUE or was in (is_now, MASK):  # a secret, which was not kept
+        if was is OPAQUE or is_now is OPAQUE or was in (MASK, is_now):  # a secret was not kept
             continue
         note = "" if name in saved.training else " (the checkpoint does not say: its release's default)"
         yield Change(name, was, is_now, effect_of(name), note if name in now else " (not in this Megatron)")
@@ -113,7 +102,7 @@ def _config_defaults() -> Mapping[str, Any]:
 
 
 def refuse(saved: Manifest, args: Namespace, files: RunFiles, config: StabilityConfig) -> None:
-    """On rank 0: tell what differs from the checkpoint's run, and refuse what changes training unless named.
+    """On rank 0: tell what differs from the checkpoint's run, refuse what changes training and is not allowed by name.
 
     With `--finetune` a new run begins, and with `--skip-train` none: then only a changed model is refused in the
     latter, and nothing in the former.
@@ -127,7 +116,7 @@ def refuse(saved: Manifest, args: Namespace, files: RunFiles, config: StabilityC
     Raises:
         UsageError: lists each argument with both values, and each data set that changed.
     """
-    found = [*changes(saved, training_args.training(args, config)), *_files(saved, files.found())]
+    found = [*changes(saved, training_args.training(args, config)), *_of_files(saved, files.found())]
     for each in found:
         print_rank_0(said(f"> megatron-stability: differs from the checkpoint: {each}"))
     matters = frozenset() if args.finetune else frozenset({Effect.MODEL}) if args.skip_train else TRAINING
@@ -146,18 +135,18 @@ def refuse(saved: Manifest, args: Namespace, files: RunFiles, config: StabilityC
         print_rank_0(said(f"> megatron-stability: the checkpoint was saved by other code: {saved.versions}"))
 
 
-def _files(saved: Manifest, found: Found) -> Iterator[Change | DataChange]:
-    """Tokenizer and data files that differ."""
-    was, now = (each.get("tokenizer", "") for each in (saved.hashes, found.hashes))
-    if was and was != now:
-        yield Change("tokenizer", f"files {was[:8]}", f"files {now[:8]}", Effect.DATA)
+def _of_files(saved: Manifest, now: Found) -> Iterator[Change]:
+    was, is_now = (each.get("tokenizer", "") for each in (saved.hashes, now.hashes))
+    if was and was != is_now:
+        yield Change("tokenizer", f"files {was[:8]}", f"files {is_now[:8]}", Effect.DATA)
     if saved.data is None:
         print_rank_0("> megatron-stability: the checkpoint has no fingerprints of data files; they are not compared")
-    elif differing := fingerprint.changes(saved.data, found.data):
-        yield DataChange("; ".join(differing[:MOST_TOLD]) + " ..." * (len(differing) > MOST_TOLD))
+    elif differing := fingerprint.changes(saved.data, now.data):
+        what = f" ({'; '.join(differing[:MOST_TOLD])}{' ...' * (len(differing) > MOST_TOLD)})"
+        yield Change("dataset", saved.data, now.data, Effect.DATA, note=what)
 
 
-def _and_whose_schedule(training: list[Change | DataChange], args: Namespace) -> str:
+def _and_whose_schedule(training: list[Change], args: Namespace) -> str:
     """What Megatron asks for besides, where its scheduler would refuse the new values."""
     ruled = getattr(args, "override_opt_param_scheduler", False) or args.use_checkpoint_opt_param_scheduler
     if ruled or args.no_load_optim or not any(each.name in SCHEDULE for each in training):

@@ -174,10 +174,14 @@ def refuse(
     from megatron_stability.config import StabilityConfig
     from megatron_stability.megatron.checkpoint import changes
 
-    known = {"hashes": {"code": "c", "tokenizer": "t"}, "data": DATA, "versions": {"megatron_core": release}}
-    manifest = Manifest(step=5, samples=5, tokens=5, training=saved, **known)
+    known: dict[str, Any] = {"training": saved, "versions": {"megatron_core": release}} | Read(DATA).known()
     try:
-        changes.refuse(manifest, Namespace(**(START | now)), files, StabilityConfig.model_validate(tree))
+        changes.refuse(
+            Manifest(step=5, samples=5, tokens=5, **known),
+            Namespace(**(START | now)),
+            files,  # type: ignore[arg-type]
+            StabilityConfig.model_validate(tree),
+        )
     except UsageError as error:
         return str(error)
     return None
@@ -188,7 +192,10 @@ def ask_changes(
 ) -> str | None:
     tree = more.pop("tree", {}) | {"checkpoint": {"allow_changes": allowed}}
     files = more.pop("files", Read(DATA))
-    answer: str | None = pool.run(refuse, TRAINING | (saved or {}), TRAINING | now, files, tree, world=1, **more)[0]
+    release = more.pop("release", "0.19.2")
+    assert not more
+    answer: str | None
+    (answer,) = pool.run(refuse, TRAINING | (saved or {}), TRAINING | now, files, tree, release, world=1)
     return answer
 
 
