@@ -18,9 +18,6 @@ class Installed(Protocol):
     config: StabilityConfig
     host: Host
 
-    def ending(self, code: int, reason: str) -> None:
-        """The process is about to leave with this exit code, and why."""
-
     def close(self) -> None:
         """Close what it holds open."""
 
