@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,7 +17,9 @@ from typing import Literal
 from megatron_stability import files
 from megatron_stability.checkpoints import manifest as manifests
 from megatron_stability.checkpoints.manifest import SUSPECT, THREADS, Manifest, OnBytes, Problem
+from megatron_stability.echo import said
 from megatron_stability.errors import UsageError
+from megatron_stability.ledger.entries import strict
 
 TRACKER = "latest_checkpointed_iteration.txt"
 _FOLDER = re.compile(r"iter_([0-9]{7}|[1-9][0-9]{7,})(\.suspect-[0-9]+)?")  # other zeros Megatron would not find
@@ -141,14 +142,15 @@ def mark_suspect(folder: Path, reason: str) -> None:
         folder: the checkpoint's.
         reason: one sentence.
     """
-    files.write_atomically(folder / SUSPECT, json.dumps({"reason": reason}).encode())
+    files.write_atomically(folder / SUSPECT, json.dumps(strict({"reason": reason})).encode())
 
 
 def _reason(folder: Path) -> str:
     try:
-        return str(json.loads((folder / SUSPECT).read_bytes())["reason"])
+        reason = files.read_json(folder / SUSPECT, files.SMALL)["reason"]
     except (OSError, ValueError, KeyError, TypeError):
-        return "marked so, without a reason that can be read"
+        reason = None
+    return said(reason) if isinstance(reason, str) else "marked so, without a reason that can be read"
 
 
 def set_aside(folder: Path) -> Path | None:
@@ -169,7 +171,7 @@ def set_aside(folder: Path) -> Path | None:
 def read_tracker(root: Path) -> int | Literal["release"] | None:
     """The step that the tracker names; None where it is missing or says nothing that Megatron could read."""
     try:
-        text = (root / TRACKER).read_text(encoding="utf-8").strip()
+        text = files.read_bytes(root / TRACKER, files.SMALL).decode().strip()
         if text == "release":
             return "release"
         return int(text) if text.isdecimal() else None
@@ -199,10 +201,19 @@ def repair_tracker(root: Path, *, threads: int = THREADS, on_bytes: OnBytes | No
     good = newest_good(root, threads=threads, on_bytes=on_bytes)
     if good is None:
         raise UsageError(f"{root}: holds no complete, verified checkpoint to point at{_why_none(root)}")
-    before = (root / TRACKER).read_bytes().decode(errors="replace").strip() if (root / TRACKER).exists() else ""
+    before = _tracker_text(root)
     if before != str(good.step):
         write_tracker(root, good.step)
     return before, good.step
+
+
+def _tracker_text(root: Path) -> str:
+    try:
+        return said(files.read_bytes(root / TRACKER, files.SMALL).decode(errors="replace").strip())
+    except FileNotFoundError:
+        return ""
+    except OSError as error:
+        return error.strerror or str(error)
 
 
 def _why_none(root: Path) -> str:
@@ -236,7 +247,7 @@ def retire(root: Path, keep: int) -> list[Path]:
     gone = [each.folder for each in good[keep:] + stale if not each.folder.is_symlink()]
     _sweep(root)
     for folder in gone:  # a half-deleted folder is not taken for a checkpoint, and goes next time
-        folder.rename(folder.with_name(_DELETED + folder.name))
+        folder.rename(files.temporary_name(root, _DELETED))
     files.sync_folder(root)
     _sweep(root)
     return gone
@@ -244,7 +255,7 @@ def retire(root: Path, keep: int) -> list[Path]:
 
 def _sweep(root: Path) -> None:
     for folder in root.glob(f"{_DELETED}*"):
-        shutil.rmtree(folder)
+        files.remove(folder)
 
 
 def size_on_disk(folder: Path) -> int:

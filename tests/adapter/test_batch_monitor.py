@@ -1,6 +1,5 @@
 """The batch that comes next: looked at without being lost, and passed over where it is bad."""
 
-from argparse import Namespace
 from collections.abc import Iterator
 
 import pytest
@@ -10,10 +9,12 @@ from megatron.core.rerun_state_machine import RerunDataIterator
 
 from megatron_stability.act.pass_over import PassOver
 from megatron_stability.decide.config import Decide, Rule
+from megatron_stability.decide.episodes import Episodes
 from megatron_stability.decide.policy import TablePolicy
 from megatron_stability.detect.config import BadBatch, Early
 from megatron_stability.detect.data import BadBatch as Detector
-from megatron_stability.megatron.observers.batches import BatchHook, LookAhead, skip_ahead
+from megatron_stability.megatron.access.data_iterators import DataIterators, LookAhead
+from megatron_stability.megatron.observers.batches import BatchHook, skip_ahead
 from megatron_stability.pipeline import Pipeline
 from megatron_stability.records import Action, StepRecord, Tier
 
@@ -48,7 +49,9 @@ def test_the_next_batchs_score_is_that_of_its_worst_row_and_the_end_of_the_data_
     first_stage, other = (torch.nn.Module() for _ in range(2))
     first_stage.pre_process, other.pre_process = True, False
     device = torch.device("cpu")
-    hook = BatchHook(8, [first_stage], device, Namespace(first=source))
+    data = DataIterators()
+    data.given(source)
+    hook = BatchHook(8, [first_stage], device, data)
     found, drawn = [], []
     for _ in range(2):
         found.append(hook.observe())
@@ -58,7 +61,7 @@ def test_the_next_batchs_score_is_that_of_its_worst_row_and_the_end_of_the_data_
     assert float(found[1]["data/next/repeated"]) == pytest.approx(56 / 57)
     assert float(found[1]["data/next/entropy"]) == pytest.approx(0.0)
     assert hook.observe() == {}
-    assert BatchHook(8, [other], device, Namespace(first=source)).observe() == {}
+    assert BatchHook(8, [other], device, data).observe() == {}
 
 
 def record(step: int, repeated: float, ahead: float) -> StepRecord:
@@ -72,7 +75,9 @@ def record(step: int, repeated: float, ahead: float) -> StepRecord:
 def test_a_bad_batch_becomes_a_window_within_the_budgets(mode: str) -> None:
     detector = Detector(BadBatch(calibration_steps=10), Early())
     policy = TablePolicy(SKIP.model_copy(update={"max_consecutive_skips": 2}), mode)
-    pipeline = Pipeline(observe=lambda local: local, detectors=[detector], policy=policy, sinks=[])
+    pipeline = Pipeline(
+        observe=lambda local: local, detectors=[detector], policy=policy, sinks=[], episodes=Episodes([detector], 50)
+    )
     windows = PassOver()
     for step in range(1, 12):
         pipeline.finish(*pipeline.decide(record(step, 0.1, 0.1)))

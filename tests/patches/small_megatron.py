@@ -105,10 +105,13 @@ def train_step(forward, data_iterator, model, optimizer, iteration):
     )
 
 
-def training_log(iteration, total_loss_dict):
+def training_log(iteration, batch_size, total_loss_dict):
     args = get_args()
     if iteration % args.log_interval == 0:
         log_string = f" iteration {iteration}"
+        log_string += f' global batch size: {batch_size:5d} |'
+        for key in total_loss_dict:
+            log_string += f' {key}'
         print_rank_last(log_string)
 
 
@@ -165,6 +168,8 @@ def evaluate_and_print_results(prefix):
 
 
 def build_train_valid_test_data_iterators(build_train_valid_test_datasets_provider):
+    args = get_args()
+
     train_dataloader, valid_dataloaders, test_dataloader = build(build_train_valid_test_datasets_provider)
     train_data_iterator = iter(train_dataloader)
     valid_data_iterators = iter(valid_dataloaders)

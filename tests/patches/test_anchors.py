@@ -23,6 +23,7 @@ from megatron_stability.megatron.patching.tree import State as TreeState
 from megatron_stability.megatron.patching.tree import read_tree
 from tests.patches.patch_tools import contents, stock_megatrons
 from tests.patches.small_megatron import (
+    ARGUMENTS,
     CHECKPOINTING,
     FILES,
     GPT,

@@ -13,7 +13,7 @@ from megatron_stability import cli
 from megatron_stability.config import dest, flag, leaves
 
 ROOT = Path(__file__).parents[2]
-DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md", *sorted((ROOT / "docs").rglob("*.md"))]
 _DOCS = (ast.Module, ast.ClassDef, ast.FunctionDef)
 # Flags of the tree that are not leaves.
 OTHER_FLAGS = {"--stability-config"}

@@ -5,6 +5,8 @@ from __future__ import annotations
 import atexit
 from typing import TYPE_CHECKING, Any, Protocol
 
+from megatron_stability.megatron.access import processes
+
 if TYPE_CHECKING:
     from megatron_stability.config import StabilityConfig
     from megatron_stability.megatron.access.host import Host
@@ -39,6 +41,8 @@ def install(runtime: Installed) -> None:
         raise RuntimeError("a megatron_stability runtime is installed already; uninstall it first")
     SLOT.runtime = runtime
     atexit.register(uninstall)  # a script of one's own, in a patched clone, knows nothing of it
+    processes.end_daemons_at_exit()
+    processes.follow_torchrun()
 
 
 def uninstall() -> None:

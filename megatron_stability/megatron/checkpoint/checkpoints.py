@@ -20,16 +20,19 @@ import torch.distributed as dist
 from megatron.training import print_rank_0
 from torch.distributed.checkpoint.api import CheckpointException
 
+from megatron_stability import files
 from megatron_stability.checkpoints import generations, manifest
 from megatron_stability.checkpoints.manifest import FileEntry, Manifest
 from megatron_stability.config import StabilityConfig
+from megatron_stability.echo import said
 from megatron_stability.errors import UsageError
-from megatron_stability.files import write_atomically
 from megatron_stability.megatron.access import collectives, optimizer_state, rank_state
+from megatron_stability.megatron.access.data_iterators import DataIterators
 from megatron_stability.megatron.access.host import Host
 from megatron_stability.megatron.access.rank_state import Replicated
-from megatron_stability.megatron.checkpoint import choose, training_args
+from megatron_stability.megatron.checkpoint import choose, layouts, training_args
 from megatron_stability.megatron.checkpoint.failed_save import Failure, SaveError, attempt, tell
+from megatron_stability.megatron.checkpoint.run_files import RunFiles
 from megatron_stability.megatron.fp8.flags import active_transformer_engine
 from megatron_stability.megatron.patching import install_digest
 from megatron_stability.observe.fingerprint import Fingerprint
@@ -53,25 +56,27 @@ class Save(NamedTuple):
 class Checkpoints:
     """One a rank; `seams.py` says where each method is called from."""
 
-    def __init__(self, config: StabilityConfig, args: Namespace, host: Host | None = None) -> None:
+    def __init__(self, config: StabilityConfig, args: Namespace, files: RunFiles, host: Host | None = None) -> None:
         """Takes the validated tree and Megatron's arguments, which it reads at every save and load.
 
         Args:
             config: the validated tree.
             args: Megatron's.
+            files: what the run reads.
             host: the loop around the core; by default Megatron's own.
 
         Attributes:
+            data: the data iterators, once Megatron has built them.
             extra_states: what Transformer Engine's modules had in the checkpoint that was loaded last.
         """
+        self.data = DataIterators()
         self.extra_states: dict[str, extra_state.Kind] = {}
-        self._config, self._args, self._host = config, args, host or Host()
+        self._config, self._args, self._files, self._host = config, args, files, host or Host()
         self._model: list[Any] = []
         self._optimizer: Any = None
         self._states: tuple[str, ...] = ()
         self._prints: Prints = dict  # of the tensors that were saved last
         self._unwritten: Failure | None = None  # of the save that goes on
-        self._hashes: dict[str, str] | None = None
         self._completing: ThreadPoolExecutor | None = None
         self._pending: list[Future[None]] = []
         self._resumed: Manifest | None = None  # of the checkpoint that is being loaded
@@ -105,7 +110,8 @@ class Checkpoints:
             for stale in (path for name in of_any_rank for path in folder.glob(name)):
                 stale.unlink()  # of a save that was killed, maybe of more ranks
         if self._args.ckpt_format == "torch_dist":
-            state_dict[manifest.RANK_STATE] = rank_state.sharded({"generators": rank_state.generators()})
+            own = {"generators": rank_state.generators(), "data": self.data.state_dict(self._args)}
+            state_dict[manifest.RANK_STATE] = rank_state.sharded(own)
         self._states = tuple(sorted(set(state_dict) - {"args", "iteration", "checkpoint_version"}))
 
     def saved(self, save_dir: str, iteration: int, request: Any) -> None:
@@ -232,7 +238,7 @@ class Checkpoints:
         except Exception as error:  # rank 0 must not wait for a share that never comes
             broken, share = error, {"failure": Failure(f"rank {save.rank}: {error!r}")}
         path, text = save.folder / _SHARE.format(rank=save.rank), json.dumps(share).encode()
-        _, unwritten = attempt(lambda: write_atomically(path, text))
+        _, unwritten = attempt(lambda: files.write_atomically(path, text))
         if save.rank == 0:
             _, failure = (
                 attempt(lambda: self._gather(save.folder, save.draft)) if unwritten is None else (None, unwritten)
@@ -256,7 +262,8 @@ class Checkpoints:
         }
 
     def _hash_share(self, save: Save, prints: dict[str, Fingerprint]) -> dict[str, FileEntry]:
-        (save.folder / manifest.fingerprints_name(save.rank)).write_bytes(rank_state.packed(prints, self._model))
+        prints_file = save.folder / manifest.fingerprints_name(save.rank)
+        files.write_atomically(prints_file, rank_state.packed(prints, self._model))
         names = manifest.share(manifest.file_names(save.folder), save.rank, save.draft.layout["world_size"])
         return manifest.hash_files(save.folder, names, threads=self._config.checkpoint.threads, sync=True)
 
@@ -268,20 +275,18 @@ class Checkpoints:
             if time.monotonic() > deadline:
                 raise UsageError(f"{next(p for p in paths if not p.exists())} did not come in {SHARES_WAIT_S:g} s")
             time.sleep(0.02)
-        shares = [json.loads(path.read_bytes()) for path in paths]
+        shares = [files.read_json(path) for path in paths]
         for path in paths:
             path.unlink()
         failure = next((share["failure"] for share in shares if share["failure"]), None)
         if failure is not None:
             raise SaveError(Failure(*failure))
-        files = {name: FileEntry(**entry) for share in shares for name, entry in share["files"].items()}
+        named = {name: FileEntry(**entry) for share in shares for name, entry in share["files"].items()}
         flaw = next((share["flaw"] for share in shares if share["flaw"]), None)
         replicas = {rank: [rank_state.Digest(*each) for each in share["replicas"]] for rank, share in enumerate(shares)}
         flaw = flaw or rank_state.replica_complaint(replicas)
-        if self._hashes is None:
-            self._hashes = training_args.hashes(self._args, self._config)
         known = {"versions": install_digest.versions(), "training": training_args.training(self._args)}
-        self._finish(folder, draft.model_copy(update=known | {"files": files, "hashes": self._hashes}), flaw)
+        self._finish(folder, draft.model_copy(update=known | self._files.known() | {"files": named}), flaw)
 
     def _finish(self, folder: Path, whole: Manifest, flaw: str | None) -> None:
         """Manifest, marker, tracker, retention, in this order."""
@@ -302,7 +307,7 @@ class Checkpoints:
             for each in gone or ():
                 print(f"> megatron-stability: {each.name} was deleted (--stability-checkpoint-keep)", flush=True)
             if failure is not None:  # this checkpoint counts all the same
-                print(f"> megatron-stability: --stability-checkpoint-keep: {failure.text}", flush=True)
+                print(f"> megatron-stability: --stability-checkpoint-keep: {said(failure.text)}", flush=True)
 
     # --- load -------------------------------------------------------------------------------------------------------
 
@@ -312,6 +317,7 @@ class Checkpoints:
         Raises:
             UsageError: on every rank alike; names the folder, file or argument and the way out.
         """
+        self._optimizer = optimizer
         if not self._on or load_dir is None:
             return
         self.close()  # a checkpoint that is being completed may be the newest
@@ -320,14 +326,16 @@ class Checkpoints:
         self._chosen = None
         if self._resumed is None:
             return
+        folder = generations.folder_of(Path(load_dir), self._resumed.step)
         optimizer_state.give_empty_state(optimizer)
-        self._hashes = collectives.from_rank_0(lambda: training_args.hashes(self._args, self._config))
         if not self._args.finetune:
-            choose.refuse_changes(self._resumed, self._args, self._hashes, self._config.checkpoint)
+            against = self._resumed, self._args, self._files, self._config.checkpoint
+            collectives.from_rank_0(lambda: choose.refuse_changes(*against))
+            layouts.refuse_unfit_optimizer_state(folder, self._resumed, self._args)
         self._args.ckpt_step = self._resumed.step
         mine = manifest.fingerprints_name(dist.get_rank())
         if mine in self._resumed.files and self._rank_state_fits():
-            self._saved_prints = (generations.folder_of(Path(load_dir), self._resumed.step) / mine).read_bytes()
+            self._saved_prints = files.read_bytes(folder / mine)
 
     def choose_older(self, back: int, sample: int) -> Manifest | None:
         """As `resume.choose_older` in `--save`; the next load takes what was chosen. Collective."""
@@ -341,6 +349,7 @@ class Checkpoints:
         if not self._on:
             return
         self._args.ckpt_step = self._ckpt_step
+        optimizer_state.give_first_step(self._optimizer, state_dict.get("optimizer"))
         self._loaded = True
         self._loaded_rank_state = state_dict.pop(manifest.RANK_STATE, None)
 
@@ -364,14 +373,14 @@ class Checkpoints:
             UsageError: on every rank alike; names the rank and tensor.
         """
         self._model, self._optimizer = model, optimizer
+        state = self._loaded_rank_state or {}
+        self.data.train_begins(self._args, state.get("data"), self._config.checkpoint.data_positions_itself)
         if not self._on:
             return
         if self._loaded:
             optimizer_state.restore_step(optimizer)
-        prints = rank_state.measure(model, optimizer) if self._loaded else rank_state.measure(model, None)
-        state = self._loaded_rank_state or {}
-        saved = rank_state.unpacked(self._saved_prints, model) if self._saved_prints else None
-        here = rank_state.complaint(prints, saved) if self._loaded else None
+        prints = rank_state.measure(model, optimizer if self._loaded else None)
+        here = rank_state.complaint_of(prints, self._saved_prints, model) if self._loaded else None
         replicas = rank_state.check_replicas(model, prints)
         collectives.agree(here or replicas)
         if "generators" in state:

@@ -185,9 +185,9 @@ SEAMS: tuple[Seam, ...] = (
         7,
         _TRAINING,
         "training_log",
-        Where.BEFORE,
-        "print_rank_last(log_string)",
-        _call("log_string += seams.log_string()"),
+        Where.AFTER,
+        "log_string += f' global batch size: {batch_size:5d} |'",
+        _call("log_string += seams.log_string(total_loss_dict)"),
         context=("if __",),
     ),
     Seam(
@@ -239,6 +239,15 @@ SEAMS: tuple[Seam, ...] = (
         "string = f' validation{suffix} loss at {prefix} | '",
         _call("seams.evaluated(suffix, total_loss_dict)"),
         context=("for __ in __",),
+    ),
+    Seam(
+        "data_begins",
+        14,
+        _TRAINING,
+        "build_train_valid_test_data_iterators",
+        Where.AFTER,
+        "args = get_args()",
+        _call("seams.data_begins()"),
     ),
     Seam(
         "data_ready",

@@ -15,6 +15,7 @@ from typing import Literal
 
 from megatron_stability import config as tree
 from megatron_stability.errors import EXIT_FINE, UsageError
+from megatron_stability.megatron.access import processes
 from megatron_stability.megatron.access.speaks import speaks
 from megatron_stability.megatron.start import input_checks
 from megatron_stability.megatron.start.job import Job, rank_main
@@ -116,6 +117,8 @@ def _start_ranks(options: argparse.Namespace, argv: list[str], script: Path | No
 
 def _be_rank(options: argparse.Namespace, argv: list[str], script: Path | None) -> int:
     """This process was started by torchrun: every rank judges the same, rank 0 says it, all exit 2."""
+    processes.follow_torchrun()
+    processes.end_daemons_at_exit()
     if options.nproc is not None:
         raise UsageError("--nproc was given under torchrun, which started the ranks already; drop one of the two")
     size = os.environ.get("WORLD_SIZE", "")
