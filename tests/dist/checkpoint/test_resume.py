@@ -42,7 +42,7 @@ def make(root: Path, step: int, hashes: dict[str, str] | None = None) -> Path:
 
 def choose(context: Context, root: str, settings: dict[str, Any], args: dict[str, Any]) -> Any:
     from megatron_stability.config import Checkpoint
-    from megatron_stability.megatron.checkpoint import choose as resume
+    from megatron_stability.megatron.checkpoint.resume import choose as resume
 
     known = {"save": root, "ckpt_step": None} | args
     try:
@@ -172,7 +172,7 @@ def refuse(
     release: str = "0.19.2",
 ) -> str | None:
     from megatron_stability.config import StabilityConfig
-    from megatron_stability.megatron.checkpoint import changes
+    from megatron_stability.megatron.checkpoint.resume import changes
 
     known: dict[str, Any] = {"training": saved, "versions": {"megatron_core": release}} | Read(DATA).known()
     try:
