@@ -8,12 +8,12 @@ ROOT = Path(__file__).parent
 
 
 def patch_files() -> list[tuple[str, list[str]]]:
-    """(install folder, files) for the diffs in patches/, so that an installed wheel carries them."""
+    """(install folder, files) for what is in patches/, so that an installed wheel carries it."""
     folders = sorted(path for path in (ROOT / "patches").rglob("*") if path.is_dir())
     return [
         (
             f"share/megatron-stability/{folder.relative_to(ROOT)}",
-            [str(path.relative_to(ROOT)) for path in sorted(folder.glob("*.patch"))],
+            [str(path.relative_to(ROOT)) for path in sorted([*folder.glob("*.patch"), *folder.glob("*.json")])],
         )
         for folder in folders
     ]

@@ -182,3 +182,11 @@ def remove(path: Path) -> None:
         shutil.rmtree(path)
     else:
         path.unlink()
+
+
+def make_folder(folder: Path) -> None:
+    """Make a folder whose name, and those of the folders made for it, are on stable storage."""
+    if not folder.exists():
+        make_folder(folder.parent)
+        folder.mkdir(exist_ok=True)
+        sync_folder(folder.parent)

@@ -48,6 +48,24 @@ class FileEntry(BaseModel):
     xxh3_128: str
 
 
+class DataFile(BaseModel):
+    """One data set of the run's blends, and a fingerprint of its files (`data/fingerprint.py`).
+
+    `split` is "all" where `--split` shares it out; `size` is the `.bin`'s in bytes; `index` and `blocks` are xxh3-128;
+    `sha256` of the whole `.bin`, empty where no sidecar says it.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    split: str
+    weight: float | None
+    prefix: str
+    size: int
+    index: str
+    blocks: str
+    sha256: str = ""
+
+
 class Manifest(BaseModel):
     """What a checkpoint holds. `samples` is the global data cursor; `tokens` is samples × sequence length."""
 
@@ -60,6 +78,7 @@ class Manifest(BaseModel):
     layout: dict[str, int] = {}
     versions: dict[str, str] = {}
     hashes: dict[str, str] = {}
+    data: tuple[DataFile, ...] | None = None  # in the order of the blends; None: saved before they were looked at
     training: dict[str, Any] = {}  # arguments that change what is learnt, as JSON primitives
     states: tuple[str, ...] = ()  # what the checkpoint carries beside the weights
     files: dict[str, FileEntry] = {}
@@ -225,8 +244,9 @@ def write(folder: Path, manifest: Manifest) -> None:
     """
     text = json.dumps(strict(manifest.model_dump(mode="json")), allow_nan=False, indent=1, sort_keys=True).encode()
     begin(folder)
-    for inner in {(folder / name).parent for name in manifest.files} | {folder}:
-        files.sync_folder(inner)
+    inside = {folder / parent for name in manifest.files for parent in PurePosixPath(name).parents}
+    for each in inside | {folder, folder.parent}:  # a folder is named in the one around it
+        files.sync_folder(each)
     files.write_atomically(folder / MANIFEST, text)
     files.write_atomically(folder / MARKER, _seal(text))
 

@@ -28,6 +28,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from megatron_stability import __version__
 from megatron_stability.data import tokenizers
 from megatron_stability.data.sources import DEFAULT_PATTERNS, Document, Source, discover, documents
+from megatron_stability.data.splits import fitting
 from megatron_stability.data.tokenizers import Ids, Tokenizer
 from megatron_stability.errors import EXIT_FINE, UsageError
 from megatron_stability.ledger.entries import strict
@@ -96,6 +97,7 @@ class _Counts:
     empty_documents: int = 0
     tokens: int = 0
     text_bytes: int = 0
+    largest_id: int = -1
 
 
 class Index(Protocol):
@@ -135,13 +137,14 @@ def prepare(
     tokenizer = tokenizers.load(options.tokenizer, options.eod_token)
     sources = discover([Path(given) for given in inputs], options.patterns, options.exclude, options.follow_links)
     target = Path(prefix)
-    flags = ["--data-path", str(target), *tokenizers.training_flags(tokenizer)]
     try:  # what can't be read is told by the sources; any other failure is the output's
         _check_target(target, options.overwrite, str(prefix).endswith("/"))
         target.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".prepare-data-", dir=target.parent) as folder:
             built = Path(folder) / "data"
             counts = _build(sources, built, tokenizer, open_index, options)
+            flags = ["--data-path", str(target), *tokenizers.training_flags(tokenizer)]
+            flags += ["--split", fitting(counts.documents)]  # Megatron's default leaves a split of few documents empty
             _write_meta(built, [str(given) for given in inputs], tokenizer, options, counts, flags)
             _publish(built, target)
     except OSError as error:
@@ -198,6 +201,7 @@ def _build(
                 provenance.write(json.dumps(_provenance(counts.documents, document, tokens.size)) + "\n")
                 counts.documents += 1
                 counts.tokens += tokens.size
+                counts.largest_id = max(counts.largest_id, int(tokens.max()))
                 counts.text_bytes += len(document.text)
         if counts.documents == 0:
             raise UsageError(_nothing(options))

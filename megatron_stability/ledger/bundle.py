@@ -176,6 +176,7 @@ class Bundles:
         for path in bundles(self._folder)[: -self._limits.max_bundles]:
             hidden = files.temporary_name(self._folder, _HIDDEN)
             path.rename(hidden)
+            files.sync_folder(self._folder)  # before its files go: a name that came back would be of half a bundle
             files.remove(hidden)
 
 

@@ -215,7 +215,7 @@ class Ledger:
 def _open(path: Path, flags: int) -> int:
     """A regular file in an existing or new folder; a symbolic link is refused, so nothing lands elsewhere."""
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        files.make_folder(path.parent)
         return files.open_own(path, os.O_RDWR | flags)
     except OSError as error:
         raise UsageError(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace
 
+import torch
+
 from megatron_stability import config as tree
 from megatron_stability.errors import UsageError
 from megatron_stability.megatron.access import apex, handle
@@ -57,7 +59,7 @@ def install_runtime(args: Namespace) -> None:
     if config.fp8.inspect:  # before the model is built: TE's modules ask for nvdlfw-inspect as they are made
         from megatron_stability.transformer_engine import sampled
 
-        sampled.begin(config.fp8.sample_every, runtime.ledger_folder() / "nvdlfw_inspect")
+        sampled.begin(config.fp8.sample_every, runtime.ledger_folder() / "nvdlfw_inspect" / f"rank{args.rank}")
     handle.install(runtime)
 
 
@@ -86,6 +88,13 @@ def refuse_what_cannot_work(config: tree.StabilityConfig, args: Namespace) -> No
             "--fp16 with --stability-mode act: the loss scaler moves before a step can be withheld; use --bf16, or "
             "--stability-mode observe"
         )
+    for name, keeps in (("use_torch_fsdp2", "FSDP2"), ("use_megatron_fsdp", "Megatron-FSDP")):
+        if getattr(args, name, False):
+            raise UsageError(
+                f"--{name.replace('_', '-')} with --stability-mode {config.mode}: {keeps} keeps weights, gradients and "
+                "optimizer state in parts of its own, which are not known here, neither to the gate's measures nor to "
+                "a checkpoint's manifest; use --use-distributed-optimizer, or --stability-mode off"
+            )
     rewinds = config.decide.when_exhausted == "rewind" or any(r.action is Action.REWIND for r in config.decide.rules)
     if config.mode == "act" and rewinds:
         refuse_what_cannot_be_rewound(config, args)
@@ -144,17 +153,23 @@ def refuse_what_cannot_be_rewound(config: tree.StabilityConfig, args: Namespace)
     for name, fine in unlike.items():
         if getattr(args, name, fine[0]) not in fine:
             _refuse(f"--{name.replace('_', '-')} {getattr(args, name)}")
-    for name in ("no_save_optim", "no_save_rng", "hybrid_context_parallel", "perform_rl_step", "use_megatron_fsdp"):
+    for name in ("no_save_optim", "no_save_rng", "hybrid_context_parallel", "perform_rl_step"):
         if getattr(args, name, False):
             _refuse(f"--{name.replace('_', '-')}")
-    if getattr(args, "use_torch_fsdp2", False):
-        _refuse("--use-torch-fsdp2")
-    for name in ("fp8", "fp4", "optimizer_cpu_offload") if config.decide.snapshot_steps else ():
-        if getattr(args, name, None):
-            raise UsageError(
-                f"--{name.replace('_', '-')} with --stability-decide-snapshot-steps: a snapshot does not hold all of "
-                "its state; leave the snapshot out, and rewinds read a checkpoint"
-            )
+    if config.decide.snapshot_steps:
+        _refuse_what_no_snapshot_holds(args)
+
+
+def _refuse_what_no_snapshot_holds(args: Namespace) -> None:
+    flags = [name for name in ("fp8", "fp4", "optimizer_cpu_offload") if getattr(args, name, None)]
+    if getattr(args, "use_precision_aware_optimizer", False):  # a narrow moment has a scale beside the state
+        scaled = ("main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
+        flags += [name for name in scaled if getattr(args, name, torch.float32) is not torch.float32]
+    for name in flags:
+        raise UsageError(
+            f"--{name.replace('_', '-')} {getattr(args, name)} with --stability-decide-snapshot-steps: a snapshot does "
+            "not hold all of its state; leave the snapshot out, and rewinds read a checkpoint"
+        )
 
 
 def _refuse(flag: str) -> None:

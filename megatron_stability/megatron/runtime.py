@@ -10,7 +10,7 @@ import dataclasses
 import json
 from argparse import Namespace
 from collections.abc import Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.num_microbatches_calculator import get_current_global_batch_size
-from megatron.core.utils import get_model_config
 from megatron.training import print_rank_last
 
 from megatron_stability import detect
@@ -35,11 +34,11 @@ from megatron_stability.megatron.access import losses, optimizer_state
 from megatron_stability.megatron.access.host import Host
 from megatron_stability.megatron.checkpoint.checkpoints import Checkpoints
 from megatron_stability.megatron.checkpoint.rewind import Rewinds
+from megatron_stability.megatron.checkpoint.run_files import RunFiles
 from megatron_stability.megatron.model import init
 from megatron_stability.megatron.model.loss import HeadLoss, real_vocab_size
 from megatron_stability.megatron.observers import hooks as weight_hooks
 from megatron_stability.megatron.observers.batches import skip_ahead
-from megatron_stability.megatron.observers.held_out import HeldOutHook
 from megatron_stability.megatron.observers.log_z import LogZHook
 from megatron_stability.megatron.patching import install_digest
 from megatron_stability.megatron.run_info import bundle_context, run_info
@@ -64,6 +63,7 @@ class Runtime:
             host: the loop around the core; by default Megatron's own.
 
         Attributes:
+            files: the run's data and tokenizer files.
             host: as given.
             sinks: told of every finished step, on every rank; more may be appended before training begins.
             model: Megatron's list of model chunks, from `train_begins` on.
@@ -72,7 +72,8 @@ class Runtime:
         assert config.mode != "off", "mode off installs no runtime"
         self.config = config
         self._args, self.host = args, host or Host()
-        self.checkpoints = Checkpoints(config, args, self.host)
+        self.files = RunFiles(config, args)
+        self.checkpoints = Checkpoints(config, args, self.files, self.host)
         self.rewinds = Rewinds(config, args, self.checkpoints)
         self.sinks: list[Sink] = []
         self._ledger: Ledger | None = None
@@ -131,7 +132,8 @@ class Runtime:
         device = torch.device("cuda", torch.cuda.current_device()) if _on_gpu() else torch.device("cpu")
         group = dist.group.WORLD
         self.model, self.optimizer = model, optimizer
-        install_digest.compare(group, self.config, complaint=self._make_hooks(device) or self._open_ledger())
+        complaint = install_digest.missing_names() or self._make_hooks(device) or self._open_ledger()
+        install_digest.compare(group, self.config, complaint)
         self.rewinds.train_begins(
             (model, optimizer, opt_param_scheduler),
             self.ledger_folder(),
@@ -150,31 +152,26 @@ class Runtime:
         self._writers = MegatronWriters(self.host, self.config.record.tensorboard, curves)
         self.sinks.append(self._writers)
         print_rank_last(said(f"> megatron-stability: mode {self.config.mode}, ledger in {self.ledger_folder()}"))
+        if tree := install_digest.versions().get("megatron_tree"):
+            print_rank_last(f"> megatron-stability: {tree}")
 
     def _make_hooks(self, device: torch.device) -> str | None:
         """The complaint, if this rank has a layer that can't be hooked, is for every rank to raise."""
         model = self.config.model
         try:
-            what = self.config, self.model, self.optimizer, device
-            where = self.ledger_folder(), self._args, self.rewinds.data, self.host
-            self._weight_hooks = weight_hooks.build(*what, *where, lambda: self.checkpoints.extra_states)
+            build = partial(weight_hooks.build, self.config, self.model, self.optimizer, device)
+            where = self.ledger_folder(), self._args, self.rewinds.data, self.host, self.files
+            self._weight_hooks = build(*where, lambda: self.checkpoints.extra_states)
             if self._args.iteration > 0:
                 self._load_hook_states()
             if model.changes_loss:
                 speaks = parallel_state.get_tensor_model_parallel_rank() == 0
                 self._log_z = LogZHook(self.head_loss, model.z_loss, speaks)
                 self._weight_hooks.append(self._log_z)
-            self._report_initial_deviations()
+            init.report_a_new_run(self.model, model, self._args)
         except UsageError as error:
             return str(error)
         return None
-
-    def _report_initial_deviations(self) -> None:
-        """A table from one rank of each pipeline stage, before the first step of a new run."""
-        ranks = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_data_parallel_rank()
-        if self.config.model.init.report and self._args.iteration == 0 and ranks == (0, 0):
-            table = init.report(self.model, get_model_config(self.model[0]), self.config.model)
-            print(f"> megatron-stability: standard deviations, rank {self.rank}\n{table}", flush=True)
 
     def _open_ledger(self) -> str | None:
         """On rank 0, at the resumed step; the complaint, if it can't be, is for every rank to raise."""
@@ -221,9 +218,7 @@ class Runtime:
 
     def evaluated(self, suffix: str, losses: dict[str, torch.Tensor]) -> None:
         """A validation set's losses, for the next step's record."""
-        for hook in self._weight_hooks:
-            if isinstance(hook, HeldOutHook):
-                hook.evaluated(suffix, losses)
+        weight_hooks.evaluated(self._weight_hooks, suffix, losses)
 
     def passes_over(self, data_iterator: Any) -> bool:
         """Draw and drop a step's samples if they are not to be trained on; the same on every rank."""
@@ -255,6 +250,7 @@ class Runtime:
         if optimizer_state.has_no_norm_of_its_own(optimizer):
             grad_norm = optimizer.get_grad_norm()  # collective over the optimizer's own group, as if it clipped
         record, decision = self._step = self._pipeline.decide(self._local(grad_norm))
+        weight_hooks.judge(self._weight_hooks, record)
         if decision.action in self._scales:
             factor, steps = decision.parameters["factor"], int(decision.parameters["steps"])
             self._scales[decision.action].begin(record.step, factor, steps)
@@ -298,7 +294,7 @@ class Runtime:
             optimizer_state.begin_state(self.optimizer)
         if self._step is None or self._step[1].action not in (Action.REWIND, Action.HALT):
             if should_exit:
-                self._ending(exit_code, evidence.RERUN_VERDICTS.get(exit_code, "Megatron's train_step asked for it"))
+                self.ending(exit_code, evidence.RERUN_VERDICTS.get(exit_code, "Megatron's train_step asked for it"))
             return should_checkpoint, should_exit, exit_code
         record, decision = self._step
         reason = decision.reason
@@ -312,15 +308,16 @@ class Runtime:
                     self._ledger.rewind(self._args.iteration, self._args.consumed_train_samples, reason)
                 return False, False, 0
             if outcome == "restart":
-                self._ending(EXIT_REWIND, reason)
+                self.ending(EXIT_REWIND, reason)
                 return False, True, EXIT_REWIND
             reason = f"there is no complete checkpoint to rewind to; {reason}"
             print_rank_last(said(f" stability: step {record.step} HALT: {reason}"))
-        self._ending(EXIT_HALTED, reason)
+        self.ending(EXIT_HALTED, reason)
         self.rewinds.halted(record.step, reason)
         return self.checkpoints.halted(record.step, reason), True, EXIT_HALTED
 
-    def _ending(self, code: int, reason: str) -> None:
+    def ending(self, code: int, reason: str) -> None:
+        """Why the run ends, into the ledger if it is open."""
         if self._ledger is not None:
             self._ledger.ending(self._args.curr_iteration, code, reason)
 

@@ -34,8 +34,11 @@ def _one_sentence(rank: int) -> Iterator[None]:
     try:
         yield
     except UsageError as error:
+        text = str(error)
+        if _slot.runtime is not None:
+            text = _slot.runtime.host.in_its_words(text)
+            _slot.runtime.ending(error.exit_code, text)
         if speaks(rank):
-            text = str(error) if _slot.runtime is None else _slot.runtime.host.in_its_words(str(error))
             print(f"megatron-stability: {text}", file=sys.stderr, flush=True)
         sys.exit(error.exit_code)
 
@@ -83,6 +86,13 @@ def train_begins(model: list[Any], optimizer: Any, opt_param_scheduler: Any) -> 
             _slot.runtime.train_begins(model, optimizer, opt_param_scheduler)
 
 
+def data_begins() -> None:
+    """`build_train_valid_test_data_iterators`, at its beginning: before any data set is built. Collective."""
+    if _slot.runtime is not None:
+        with _one_sentence(_slot.runtime.rank):
+            _slot.runtime.files.judge(_slot.runtime.host.vocab_size())
+
+
 def data_ready(provider: Any, loaders: tuple[Any, Any, Any], train: Any, valid: Any) -> None:
     """`build_train_valid_test_data_iterators`, at its end, once for each model chunk."""
     if _slot.runtime is not None:
@@ -108,7 +118,10 @@ def losses_ready(losses_reduced: Sequence[dict[str, Any]]) -> None:
 
 def update_allowed(optimizer: Any, grad_norm: Any) -> bool:
     """`core/optimizer/optimizer.py step`, between the norm and `step_with_ready_grads`: the gate. Collective."""
-    return _slot.runtime is None or _slot.runtime.update_allowed(optimizer, grad_norm)
+    if _slot.runtime is None:
+        return True
+    with _one_sentence(_slot.runtime.rank):
+        return _slot.runtime.update_allowed(optimizer, grad_norm)
 
 
 def update_done(update_successful: bool) -> None:
@@ -133,7 +146,8 @@ def rewound(operations: int) -> tuple[int, int] | None:
 def evaluated(suffix: str, total_loss_dict: dict[str, Any]) -> None:
     """`evaluate_and_print_results`, after each validation set: its losses, empty but on the last pipeline stage."""
     if _slot.runtime is not None:
-        _slot.runtime.evaluated(suffix, total_loss_dict)
+        with _one_sentence(_slot.runtime.rank):
+            _slot.runtime.evaluated(suffix, total_loss_dict)
 
 
 def log_string(total_loss_dict: dict[str, Any]) -> str:

@@ -1,6 +1,5 @@
 """The batch that comes next: looked at without being lost, and passed over where it is bad."""
 
-from argparse import Namespace
 from collections.abc import Iterator
 
 import pytest
@@ -14,7 +13,8 @@ from megatron_stability.decide.episodes import Episodes
 from megatron_stability.decide.policy import TablePolicy
 from megatron_stability.detect.config import BadBatch, Early
 from megatron_stability.detect.data import BadBatch as Detector
-from megatron_stability.megatron.observers.batches import BatchHook, LookAhead, skip_ahead
+from megatron_stability.megatron.access.data_iterators import DataIterators, LookAhead
+from megatron_stability.megatron.observers.batches import BatchHook, skip_ahead
 from megatron_stability.pipeline import Pipeline
 from megatron_stability.records import Action, StepRecord, Tier
 
@@ -49,7 +49,9 @@ def test_the_next_batchs_score_is_that_of_its_worst_row_and_the_end_of_the_data_
     first_stage, other = (torch.nn.Module() for _ in range(2))
     first_stage.pre_process, other.pre_process = True, False
     device = torch.device("cpu")
-    hook = BatchHook(8, [first_stage], device, Namespace(ahead=source))
+    data = DataIterators()
+    data.given(source)
+    hook = BatchHook(8, [first_stage], device, data)
     found, drawn = [], []
     for _ in range(2):
         found.append(hook.observe())
@@ -59,7 +61,7 @@ def test_the_next_batchs_score_is_that_of_its_worst_row_and_the_end_of_the_data_
     assert float(found[1]["data/next/repeated"]) == pytest.approx(56 / 57)
     assert float(found[1]["data/next/entropy"]) == pytest.approx(0.0)
     assert hook.observe() == {}
-    assert BatchHook(8, [other], device, Namespace(ahead=source)).observe() == {}
+    assert BatchHook(8, [other], device, data).observe() == {}
 
 
 def record(step: int, repeated: float, ahead: float) -> StepRecord:

@@ -11,6 +11,7 @@ import pytest
 from megatron_stability import cli
 from megatron_stability.data import prepare as data
 from megatron_stability.data.prepare import BIN, IDX, META, PROVENANCE, Options
+from megatron_stability.data.splits import DEFAULT, ranges
 from megatron_stability.errors import UsageError
 from megatron_stability.megatron.start.prepare_data import prepare
 
@@ -98,7 +99,10 @@ def test_the_sidecar_names_flags_under_which_megatron_agrees_on_the_ids(corpus, 
     )
     items, _ = read(tmp_path / "data")
     assert tokenizer.eod == summary.eod_id == int(items[0][-1])
-    assert max(int(item.max()) for item in items) < tokenizer.vocab_size
+    assert max(int(item.max()) for item in items) == meta["largest_id"] < tokenizer.vocab_size
+    assert flags["--split"] == f"{summary.documents - 2},1,1", "Megatron's default would leave two splits empty"
+    assert all(ranges(flags["--split"], len(items)).values())
+    assert not all(ranges(DEFAULT, len(items)).values())
     for suffix, digest in meta["sha256"].items():
         assert hashlib.sha256((tmp_path / f"data{suffix}").read_bytes()).hexdigest() == digest
 

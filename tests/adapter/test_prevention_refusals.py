@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 from ci import prevention_table
 from ci.prevention_table import arguments
@@ -50,7 +51,14 @@ REFUSED: list[tuple[Model, dict[str, Any], str, str]] = [
     (FLEXED, {"distributed_backend": "gloo"}, "flex", "--distributed-backend gloo"),
     (Model(z_loss=1e-4), {"cuda_graph_impl": "full_iteration"}, "z-loss", "--cuda-graph-impl full_iteration"),
     (Model(final_softcap=30.0), {"cuda_graph_scope": ["full_iteration"]}, "final-softcap", "full_iteration"),
-    (Model(embedding_norm_clip=1.0), {"use_megatron_fsdp": True}, "embedding-norm-clip", "--use-megatron-fsdp"),
+    (Model(final_softcap=30.0), {"cuda_graph_modules": ["full_iteration"]}, "final-softcap", "full_iteration"),
+    (FLEXED, {"sft": True}, "flex", "--sft"),
+    (
+        Model(embedding_norm_clip=1.0),
+        {"use_precision_aware_optimizer": True, "main_params_dtype": torch.float16},
+        "embedding-norm-clip",
+        "--main-params-dtype float16",
+    ),
     (Model(embedding_norm_clip=1.0), {"fp8_param_gather": True}, "embedding-norm-clip", "--fp8-param-gather"),
 ]
 
@@ -74,6 +82,19 @@ def test_a_pair_that_cannot_work_is_named(model: Model, changes: dict[str, Any],
 def test_settings_of_the_plugin_that_exclude_each_other(model: Model, tree: dict[str, Any], theirs: str) -> None:
     with pytest.raises(UsageError, match=f"--stability-model-.* with {theirs}: "):
         settings.refuse_what_cannot_work(StabilityConfig(model=model, **tree), arguments())
+
+
+@pytest.mark.parametrize("tree", [{"qk_clip": {"enabled": True}}, {"observe": {"attention": {"enabled": True}}}])
+def test_transformer_engine_s_largest_logit_is_capped(tree: dict[str, Any]) -> None:
+    """Its attention caps before it takes the maximum: no head would ever be hot under a cap below tau."""
+    engine = arguments(transformer_impl="transformer_engine")
+    with pytest.raises(
+        UsageError, match=r"softcap-kernel auto with --stability-qk-clip-measure forward: .*use measure"
+    ):
+        settings.refuse_what_cannot_work(StabilityConfig(model=CAP, **tree), engine)
+    tree = tree | {"qk_clip": tree.get("qk_clip", {}) | {"measure": "probe"}}
+    settings.refuse_what_cannot_work(StabilityConfig(model=CAP, **tree), engine)
+    settings.refuse_what_cannot_work(StabilityConfig(model=CAP, **tree), arguments())
 
 
 @pytest.mark.parametrize("model", [WHOLE, CAP, Model(z_loss=1e-4), Model(init=Init(qk="d_model"))])

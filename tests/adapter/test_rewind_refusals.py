@@ -25,7 +25,6 @@ def refuse(changes: dict[str, Any], **decide: Any) -> None:
         ({"ckpt_format": "torch"}, "--ckpt-format torch"),
         ({"dataloader_type": "external"}, "--dataloader-type external"),
         ({"no_save_rng": True}, "--no-save-rng"),
-        ({"use_megatron_fsdp": True}, "--use-megatron-fsdp"),
         ({"hybrid_context_parallel": True}, "--hybrid-context-parallel"),
     ],
 )
@@ -42,6 +41,6 @@ def test_a_restart_needs_checkpoints_only() -> None:
 
 
 def test_a_snapshot_needs_state_that_it_holds() -> None:
-    with pytest.raises(UsageError, match="--fp8 with --stability-decide-snapshot-steps"):
+    with pytest.raises(UsageError, match="--fp8 hybrid with --stability-decide-snapshot-steps"):
         refuse({"fp8": "hybrid"}, snapshot_steps=100)
     refuse({"fp8": "hybrid"})

@@ -24,6 +24,7 @@ from megatron_stability.files import parse_json
 from megatron_stability.ledger.entries import strict
 from megatron_stability.observe import fingerprint
 from megatron_stability.observe.fingerprint import Fingerprint, combined
+from megatron_stability.observe.storage import plain
 
 
 def sharded(data: dict[str, Any]) -> ShardedObject:
@@ -69,24 +70,23 @@ def restore_generators(state: dict[str, Any]) -> None:
 
 
 def weights(model: list[Any]) -> Iterator[tuple[str, torch.Tensor]]:
-    """This rank's parameters by name; of an FP8 parameter the codes."""
+    """This rank's parameters by name; of a quantized parameter the codes."""
     for number, chunk in enumerate(model):
         for name, parameter in chunk.named_parameters():
-            codes = getattr(parameter, "_data", None)
-            yield f"model{number}.{name}", codes if isinstance(codes, torch.Tensor) else parameter
+            yield f"model{number}.{name}", plain(parameter)
 
 
 def optimizer_tensors(optimizer: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """This rank's master weights and moments, named by their place in the optimizer."""
+    """This rank's master weights and moments, named by their place in the optimizer; of quantized moments the codes."""
     for number, one in enumerate(getattr(optimizer, "chained_optimizers", [optimizer])):
         inner = getattr(one, "optimizer", None)
         for index, group in enumerate(inner.param_groups if inner is not None else ()):
             for place, parameter in enumerate(group["params"]):
                 name = f"optimizer{number}.group{index}.{place}"
-                yield f"{name}.weight", parameter
+                yield f"{name}.weight", plain(parameter)
                 moments = one.optimizer.state.get(parameter, {})
                 for key in sorted(k for k, v in moments.items() if isinstance(v, torch.Tensor)):
-                    yield f"{name}.{key}", moments[key]
+                    yield f"{name}.{key}", plain(moments[key])
 
 
 def begin_measure(model: list[Any], optimizer: Any) -> Callable[[], dict[str, Fingerprint]]:

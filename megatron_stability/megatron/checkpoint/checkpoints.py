@@ -32,6 +32,7 @@ from megatron_stability.megatron.access.host import Host
 from megatron_stability.megatron.access.rank_state import Replicated
 from megatron_stability.megatron.checkpoint import choose, layouts, training_args
 from megatron_stability.megatron.checkpoint.failed_save import Failure, SaveError, attempt, tell
+from megatron_stability.megatron.checkpoint.run_files import RunFiles
 from megatron_stability.megatron.fp8.flags import active_transformer_engine
 from megatron_stability.megatron.patching import install_digest
 from megatron_stability.observe.fingerprint import Fingerprint
@@ -55,12 +56,13 @@ class Save(NamedTuple):
 class Checkpoints:
     """One a rank; `seams.py` says where each method is called from."""
 
-    def __init__(self, config: StabilityConfig, args: Namespace, host: Host | None = None) -> None:
+    def __init__(self, config: StabilityConfig, args: Namespace, files: RunFiles, host: Host | None = None) -> None:
         """Takes the validated tree and Megatron's arguments, which it reads at every save and load.
 
         Args:
             config: the validated tree.
             args: Megatron's.
+            files: what the run reads.
             host: the loop around the core; by default Megatron's own.
 
         Attributes:
@@ -69,13 +71,12 @@ class Checkpoints:
         """
         self.data = DataIterators()
         self.extra_states: dict[str, extra_state.Kind] = {}
-        self._config, self._args, self._host = config, args, host or Host()
+        self._config, self._args, self._files, self._host = config, args, files, host or Host()
         self._model: list[Any] = []
         self._optimizer: Any = None
         self._states: tuple[str, ...] = ()
         self._prints: Prints = dict  # of the tensors that were saved last
         self._unwritten: Failure | None = None  # of the save that goes on
-        self._hashes: dict[str, str] | None = None
         self._completing: ThreadPoolExecutor | None = None
         self._pending: list[Future[None]] = []
         self._resumed: Manifest | None = None  # of the checkpoint that is being loaded
@@ -284,10 +285,8 @@ class Checkpoints:
         flaw = next((share["flaw"] for share in shares if share["flaw"]), None)
         replicas = {rank: [rank_state.Digest(*each) for each in share["replicas"]] for rank, share in enumerate(shares)}
         flaw = flaw or rank_state.replica_complaint(replicas)
-        if self._hashes is None:
-            self._hashes = training_args.hashes(self._args, self._config)
         known = {"versions": install_digest.versions(), "training": training_args.training(self._args)}
-        self._finish(folder, draft.model_copy(update=known | {"files": named, "hashes": self._hashes}), flaw)
+        self._finish(folder, draft.model_copy(update=known | self._files.known() | {"files": named}), flaw)
 
     def _finish(self, folder: Path, whole: Manifest, flaw: str | None) -> None:
         """Manifest, marker, tracker, retention, in this order."""
@@ -329,9 +328,9 @@ class Checkpoints:
             return
         folder = generations.folder_of(Path(load_dir), self._resumed.step)
         optimizer_state.give_empty_state(optimizer)
-        self._hashes = collectives.from_rank_0(lambda: training_args.hashes(self._args, self._config))
         if not self._args.finetune:
-            choose.refuse_changes(self._resumed, self._args, self._hashes, self._config.checkpoint)
+            against = self._resumed, self._args, self._files, self._config.checkpoint
+            collectives.from_rank_0(lambda: choose.refuse_changes(*against))
             layouts.refuse_unfit_optimizer_state(folder, self._resumed, self._args)
         self._args.ckpt_step = self._resumed.step
         mine = manifest.fingerprints_name(dist.get_rank())

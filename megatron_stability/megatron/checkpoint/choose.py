@@ -16,11 +16,14 @@ from megatron.training import print_rank_0
 from megatron_stability.checkpoints import dcp_metadata, generations, manifest
 from megatron_stability.checkpoints.manifest import Manifest
 from megatron_stability.config import Checkpoint
+from megatron_stability.data import fingerprint
 from megatron_stability.echo import MASK, brief, said
 from megatron_stability.errors import UsageError
 from megatron_stability.megatron.access.collectives import from_rank_0
 from megatron_stability.megatron.checkpoint import training_args
+from megatron_stability.megatron.checkpoint.run_files import RunFiles
 
+MOST_TOLD = 5  # data sets that differ
 _FROM = MappingProxyType({"padded_vocab_size": " (of --vocab-size, --make-vocab-size-divisible-by and TP)"})
 
 
@@ -154,17 +157,17 @@ def _refuse_unsafe(root: Path, ckpt_step: int | None) -> None:
         dcp_metadata.refuse_unsafe(root / "release" if step == "release" else generations.folder_of(root, step))
 
 
-def refuse_changes(saved: Manifest, args: Namespace, hashes: dict[str, str], config: Checkpoint) -> None:
-    """List what differs from the checkpoint's run and changes training, and refuse what is not named.
+def refuse_changes(saved: Manifest, args: Namespace, files: RunFiles, config: Checkpoint) -> None:
+    """On rank 0: list what differs from the checkpoint's run and changes training, and refuse what is not named.
 
     Args:
         saved: the checkpoint's manifest.
         args: Megatron's, now.
-        hashes: `training_args.hashes`, now.
+        files: what the run reads, now.
         config: `allow_changes` names what may differ.
 
     Raises:
-        UsageError: lists each argument with both values.
+        UsageError: lists each argument with both values, and each data set that changed.
     """
     now = training_args.training(args)
     both = set(now) & set(saved.training)
@@ -173,12 +176,17 @@ def refuse_changes(saved: Manifest, args: Namespace, hashes: dict[str, str], con
         {name: value for name, value in saved.training.items() if name in both},
         {name: value for name, value in now.items() if name in both},
     )
-    for name in training_args.FILES:
-        if name in saved.hashes and saved.hashes[name] != hashes[name]:
-            changes[name] = (f"files {saved.hashes[name][:8]}", f"files {hashes[name][:8]}")
+    found = files.found()
+    was, is_now = (each.get("tokenizer", "") for each in (saved.hashes, found.hashes))
+    if was and was != is_now:
+        changes["tokenizer"] = (f"files {was[:8]}", f"files {is_now[:8]}")
     told = {
         name: f"{name} {brief(was)} -> {brief(is_now)}{_FROM.get(name, '')}" for name, (was, is_now) in changes.items()
     }
+    if saved.data is None:
+        print_rank_0("> megatron-stability: the checkpoint has no fingerprints of data files; they are not compared")
+    elif differing := fingerprint.changes(saved.data, found.data):
+        told["dataset"] = f"dataset ({'; '.join(differing[:MOST_TOLD])}{' ...' * (len(differing) > MOST_TOLD)})"
     for text in told.values():
         print_rank_0(said(f"> megatron-stability: differs from the checkpoint: {text}"))
     refused = [text for name, text in told.items() if name not in config.allow_changes]
@@ -188,5 +196,5 @@ def refuse_changes(saved: Manifest, args: Namespace, hashes: dict[str, str], con
             f"--load: differs from the checkpoint in {'; '.join(refused)}; give the checkpoint's values, or "
             f"--stability-checkpoint-allow-changes {names}"
         )
-    if saved.hashes.get("code") != hashes["code"]:
+    if saved.hashes.get("code") != found.hashes["code"]:
         print_rank_0(said(f"> megatron-stability: the checkpoint was saved by other code: {saved.versions}"))

@@ -102,7 +102,8 @@ class Rewinds:
             training.force_param_sync(self._live[0])
         if self._snapshot is None:
             collectives.agree(snapshot.too_large(self._live, self._config.decide.snapshot_max_gb))
-        self._snapshot = Snapshot.take(self._live, args, own_state())
+        older, self._snapshot = self._snapshot, None  # which is no more, from here on
+        self._snapshot = Snapshot.take(self._live, args, own_state(), older)
 
     def go_on(self, operations: int) -> tuple[int, int] | None:
         """After a step, with the floating-point operations before it: where the loop goes on, if not with the next."""

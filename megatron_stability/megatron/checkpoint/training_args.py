@@ -1,4 +1,4 @@
-"""Which of Megatron's arguments change what is learnt, and what its data and tokenizer files hold, for a manifest."""
+"""Which of Megatron's arguments change what is learnt, and what its tokenizer files hold, for a manifest."""
 
 from __future__ import annotations
 
@@ -32,7 +32,6 @@ NUMERICS = (
     "attention_dropout",
 )
 NAMES = (*DATA, *TOKENIZER, *BATCH, *OPTIMIZER, *NUMERICS)
-FILES = ("dataset", "tokenizer")  # hashes that are compared at a resume
 
 
 def training(args: Namespace) -> dict[str, Any]:
@@ -42,7 +41,7 @@ def training(args: Namespace) -> dict[str, Any]:
 
 
 def hashes(args: Namespace, config: StabilityConfig) -> dict[str, str]:
-    """Hashes of configuration, code, data index and tokenizer files. Reads the index files once, in chunks.
+    """Hashes of configuration, code and tokenizer files; data files have fingerprints of their own.
 
     Args:
         args: Megatron's.
@@ -57,8 +56,7 @@ def hashes(args: Namespace, config: StabilityConfig) -> dict[str, str]:
     return {
         "config": _of(json.dumps(config.model_dump(mode="json"), sort_keys=True)),
         "code": _of(json.dumps(install_digest.versions(), sort_keys=True)),
-        "dataset": _of_files(_data_files(args)),
-        "tokenizer": _of_files(_tokenizer_files(args)),
+        "tokenizer": _of_files(_named(args, ("tokenizer_model", "vocab_file", "merge_file"))),
     }
 
 
@@ -66,35 +64,17 @@ def _of(text: str) -> str:
     return xxhash.xxh3_128_hexdigest(text.encode())
 
 
-def _of_files(files: Iterator[tuple[Path, bool]]) -> str:
-    """Names of files are left out: moved data are the same data."""
-    seen = []
-    for path, whole in files:
-        entry = manifests.hash_files(path.parent, [path.name])[path.name] if whole else None
-        seen.append((path.stat().st_size, entry.xxh3_128 if entry is not None else ""))
-    return _of(json.dumps(seen))
+def _of_files(files: Iterator[Path]) -> str:
+    """Names of files are left out: moved files are the same."""
+    entries = (manifests.hash_files(path.parent, [path.name])[path.name] for path in files)
+    return _of(json.dumps([(entry.size, entry.xxh3_128) for entry in entries]))
 
 
-def _data_files(args: Namespace) -> Iterator[tuple[Path, bool]]:
-    """(file, hash its bytes) in the order of the blends: indexes whole, token files by size."""
-    for name in ("data_path", "train_data_path", "valid_data_path", "test_data_path"):
-        for prefix in getattr(args, name, None) or ():
-            for suffix, whole in ((".idx", True), (".bin", False)):
-                path = Path(f"{prefix}{suffix}")
-                if path.is_file():
-                    yield path, whole
-    yield from _named(args, ("data_args_path", "per_split_data_args_path"))
-
-
-def _tokenizer_files(args: Namespace) -> Iterator[tuple[Path, bool]]:
-    yield from _named(args, ("tokenizer_model", "vocab_file", "merge_file"))
-
-
-def _named(args: Namespace, names: tuple[str, ...]) -> Iterator[tuple[Path, bool]]:
+def _named(args: Namespace, names: tuple[str, ...]) -> Iterator[Path]:
     for name in names:
         value = getattr(args, name, None)
         path = Path(value) if value else None
         if path is not None and path.is_dir():
-            yield from ((file, True) for file in sorted(path.iterdir()) if file.is_file())
+            yield from (file for file in sorted(path.iterdir()) if file.is_file())
         elif path is not None and path.is_file():
-            yield path, True
+            yield path

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from megatron_stability.config import StabilityConfig, flag
 from megatron_stability.errors import UsageError
+from megatron_stability.megatron.access import cuda_graphs
 from megatron_stability.megatron.model import embedding_clip
 from megatron_stability.numerics.config import Model
 from megatron_stability.numerics.init_std import d_model_std
@@ -71,8 +72,7 @@ def _of_the_loss(setting: str, args: Namespace) -> Iterator[tuple[str, str, str]
         yield setting, "--cross-entropy-loss-fusion", why
     if getattr(args, "fp16_lm_cross_entropy", False):
         yield setting, "--fp16-lm-cross-entropy", "the loss is computed in fp32; drop the flag"
-    graphs = (getattr(args, "cuda_graph_impl", None), *(getattr(args, "cuda_graph_scope", None) or ()))
-    if any(str(getattr(graph, "name", graph)) == "full_iteration" for graph in graphs):
+    if cuda_graphs.whole_step(args):
         why = "a replayed step would not add to log-Z; capture layers only"
         yield setting, "--cuda-graph-impl full_iteration", why
 
@@ -139,6 +139,10 @@ def _of_attention_softcap(config: StabilityConfig, args: Namespace) -> Iterator[
     engine = args.transformer_impl == "transformer_engine"
     if model.attention_softcap_kernel == "dense" and engine:
         yield kernel, "--transformer-impl transformer_engine", "the dense kernel is the local spec's; use flex or auto"
+    measured = config.qk_clip.enabled or config.observe.attention.enabled
+    if measured and config.qk_clip.measure == "forward" and engine and model.attention_softcap_kernel == "auto":
+        why = "Transformer Engine gives the largest logit after the cap, which hides its growth; use measure probe"
+        yield kernel, f"{flag(('qk_clip', 'measure'))} forward", why
     if model.attention_softcap_kernel == "flex":
         yield from _of_flex(kernel, config, args)
     if args.transformer_impl not in ("local", "transformer_engine"):
@@ -156,6 +160,9 @@ def _of_flex(kernel: str, config: StabilityConfig, args: Namespace) -> Iterator[
     if getattr(args, "create_attention_mask_in_dataloader", False):
         why = "FlexAttention makes its own mask; add --no-create-attention-mask-in-dataloader or use the kernel `dense`"
         yield kernel, "an attention mask from the data loader", why
+    packed = ("sft", "hybrid_context_parallel", "dynamic_context_parallel")
+    if (name_ := next((each for each in packed if getattr(args, each, False)), None)) is not None:
+        yield kernel, f"--{name_.replace('_', '-')}", "FlexAttention takes no packed sequences; use the kernel `dense`"
     if getattr(args, "distributed_backend", "nccl") == "gloo":
         yield kernel, "--distributed-backend gloo", "FlexAttention has no backward on a CPU; use the kernel `dense`"
     measured = config.qk_clip.enabled or config.observe.attention.enabled

@@ -204,3 +204,15 @@ def test_a_silent_round_leaves_delayed_state_alone_in_the_kernel_and_rolls_it_in
     assert scale == 224.0, "fmaxf drops the NaN"
     recipes.delayed_update(*python, 448.0, algorithm="max", rule="python")
     assert python[1] == 56.0, "torch.max keeps it, and an amax of NaN keeps the scale"
+
+
+def test_the_kernel_rounds_the_quotient_once_and_python_rounds_it_twice() -> None:
+    """Both differ in the last bit of some scales, which a tolerance would hide."""
+    amaxes = torch.rand(500, generator=torch.Generator().manual_seed(0)) * 10 + 0.1
+    once = (448.0 / amaxes.double()).float()  # float64 has twice the digits: to round it is to round the quotient
+    twice = torch.tensor(448.0) * (1 / amaxes.double()).float()
+    assert (once != twice).sum() > 10
+    for rule, want in (("kernel", once), ("python", twice)):
+        scale = torch.ones(500)
+        recipes.delayed_update(amaxes.clone()[None], scale, 448.0, algorithm="most_recent", rule=rule)
+        assert torch.equal(scale, want), rule
