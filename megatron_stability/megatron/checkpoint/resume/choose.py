@@ -147,7 +147,7 @@ def _plan(root: Path, args: Namespace) -> Plan:
         not_tried=[Listed(each.folder.name, each.step, each.state, str(each)) for each in others],
         why=choice.why,
         notes=_about_tracker(root, tracker),
-        anew=survey.lineage.head is None and bool(survey.lineage.history.branches),
+        anew=survey.lineage.counter > 0 and survey.lineage.at_the_beginning,
     )
 
 
