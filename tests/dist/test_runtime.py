@@ -1,4 +1,4 @@
-"""The runtime in real runs on gloo ranks: what ranks notice of each other, and what `observe` leaves alone."""
+"""The runtime's own wiring, in real runs on gloo ranks: what ranks notice of each other, what `observe` leaves be."""
 
 from __future__ import annotations
 
