@@ -11,6 +11,7 @@ from ci import prevention_table
 from ci.prevention_table import arguments
 from megatron_stability.config import StabilityConfig
 from megatron_stability.errors import UsageError
+from megatron_stability.megatron.access.argument_table import OWN_SPEC
 from megatron_stability.megatron.model import settings
 from megatron_stability.megatron.model.attention import transformer_engine_attention
 from megatron_stability.numerics.config import Init, Model
@@ -69,6 +70,20 @@ def test_a_pair_that_cannot_work_is_named(model: Model, changes: dict[str, Any],
         settings.refuse_what_cannot_work(StabilityConfig(model=model), arguments(**changes))
     assert ours in str(caught.value)
     assert theirs in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"group_query_attention": False, "num_query_groups": 1, "tensor_model_parallel_size": 2},
+        {"spec": list(OWN_SPEC)},
+        {"spec": ["megatron_stability"]},
+    ],
+    ids=["attention without groups", "the two names of the spec", "its one name"],
+)
+@pytest.mark.parametrize("model", [WHOLE, Model(init=Init(qk="d_model"))], ids=["whole", "init"])
+def test_what_works_is_let_through(model: Model, changes: dict[str, Any]) -> None:
+    settings.refuse_what_cannot_work(StabilityConfig(model=model), arguments(**changes))
 
 
 @pytest.mark.parametrize(

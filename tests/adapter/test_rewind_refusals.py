@@ -9,13 +9,15 @@ import pytest
 
 from megatron_stability.config import StabilityConfig
 from megatron_stability.errors import UsageError
-from megatron_stability.megatron.arguments import refuse_what_cannot_be_rewound
+from megatron_stability.megatron.arguments import refuse_what_cannot_work
 
 FINE: dict[str, Any] = {"save": "out", "ckpt_format": "torch_dist", "dataloader_type": "single"}
 
 
 def refuse(changes: dict[str, Any], **decide: Any) -> None:
-    refuse_what_cannot_be_rewound(StabilityConfig.model_validate({"decide": decide}), Namespace(**(FINE | changes)))
+    rule = {"detector": "*", "tier": "large", "action": "rewind", "generations": 1, "skip_steps": 1}
+    config = StabilityConfig.model_validate({"decide": decide | {"rules": [rule]}})
+    refuse_what_cannot_work(config, Namespace(**(FINE | changes)))
 
 
 @pytest.mark.parametrize(
@@ -41,6 +43,6 @@ def test_a_restart_needs_checkpoints_only() -> None:
 
 
 def test_a_snapshot_needs_state_that_it_holds() -> None:
-    with pytest.raises(UsageError, match="--fp8 hybrid with --stability-decide-snapshot-steps"):
+    with pytest.raises(UsageError, match="--fp8-format hybrid with --stability-decide-snapshot-steps"):
         refuse({"fp8": "hybrid"}, snapshot_steps=100)
     refuse({"fp8": "hybrid"})

@@ -192,7 +192,8 @@ def read_metadata(tracker_filename):
 def save_checkpoint(iteration, model, release=False):
     args = get_args()
     save_dir = args.save
-    ckpt_type, ckpt_format = CheckpointType.GLOBAL, args.ckpt_format
+    ckpt_type = CheckpointType.GLOBAL
+    ckpt_format = args.ckpt_format if ckpt_type == CheckpointType.GLOBAL else 'torch'
     state_dict, checkpoint_name = generate_state_dict(model), save_dir
     tracker_filename = get_checkpoint_tracker_filename(save_dir)
     async_save_request = None

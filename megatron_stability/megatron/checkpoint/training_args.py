@@ -5,39 +5,50 @@ from __future__ import annotations
 import json
 from argparse import Namespace
 from collections.abc import Iterator
+from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
+import torch
 import xxhash
 
 from megatron_stability.checkpoints import manifest as manifests
 from megatron_stability.config import StabilityConfig
+from megatron_stability.megatron.access import argument_table
+from megatron_stability.megatron.access.argument_table import Effect
 from megatron_stability.megatron.patching import install_digest
 
-DATA = (
-    *("data_path", "train_data_path", "valid_data_path", "test_data_path", "data_args_path"),
-    *("per_split_data_args_path", "split", "mock_data", "seed", "seq_length", "dataloader_type", "eod_mask_loss"),
-    *("reset_position_ids", "reset_attention_mask", "fim_data"),
-)
-TOKENIZER = ("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file", "vocab_size", "padded_vocab_size")
-BATCH = ("global_batch_size", "rampup_batch_size", "step_batch_size_schedule", "train_iters", "train_samples")
-OPTIMIZER = (
-    *("optimizer", "lr", "min_lr", "lr_decay_style", "lr_decay_iters", "lr_decay_samples", "lr_warmup_iters"),
-    *("lr_warmup_samples", "lr_warmup_fraction", "lr_warmup_init", "lr_wsd_decay_style", "lr_wsd_decay_iters"),
-    *("weight_decay", "start_weight_decay", "end_weight_decay", "weight_decay_incr_style", "adam_beta1", "adam_beta2"),
-    *("adam_eps", "sgd_momentum", "clip_grad", "muon_momentum", "muon_num_ns_steps", "muon_scale_mode"),
-)
-NUMERICS = (
-    *("bf16", "fp16", "fp8", "fp8_recipe", "fp8_margin", "fp8_amax_history_len", "hidden_dropout"),
-    "attention_dropout",
-)
-NAMES = (*DATA, *TOKENIZER, *BATCH, *OPTIMIZER, *NUMERICS)
+_OWN_FLAGS = ("stability_", "drill_")  # the plugin's own names in Megatron's namespace
 
 
-def training(args: Namespace) -> dict[str, Any]:
-    """The arguments of `NAMES` that this Megatron has, as JSON primitives."""
-    values = {name: getattr(args, name) for name in NAMES if hasattr(args, name)}
-    return dict(json.loads(json.dumps(values, default=str)))
+def training(args: Namespace, config: StabilityConfig) -> dict[str, Any]:
+    """What decides what is learnt and how it is shared out, by name.
+
+    Megatron's arguments but those of no effect at a resume (`arguments.tsv`), those that the table does not know (a
+    fork's own) and our own settings; values that are no plain data, such as a layout object, are left out.
+    """
+    known = argument_table.table()
+    names = [name for name, row in known.items() if row.effect not in (Effect.INERT, Effect.IGNORED)]
+    names += [name for name in vars(args) if name not in known and not name.startswith(_OWN_FLAGS)]
+    values = {name: plain(getattr(args, name)) for name in names if hasattr(args, name)}
+    if values.get("num_attention_heads"):
+        values["num_query_groups"] = argument_table.query_groups(args)
+    return {name: value for name, value in values.items() if value is not OPAQUE} | argument_table.own_settings(config)
+
+
+OPAQUE: Final = object()  # what is no plain data
+
+
+def plain(value: Any) -> Any:
+    """As JSON gives it back, or `OPAQUE`."""
+    if value is None or isinstance(value, (bool, int, float)) or type(value) is str:
+        return value
+    if isinstance(value, (Enum, torch.dtype)):
+        return str(value)
+    if isinstance(value, (list, tuple)):
+        items = [plain(each) for each in value]
+        return OPAQUE if OPAQUE in items else items
+    return OPAQUE
 
 
 def hashes(args: Namespace, config: StabilityConfig) -> dict[str, str]:

@@ -75,11 +75,11 @@ HEADERS = {
     ),
     10: Header(
         "010-checkpoint-complete",
-        "the writer is handed out, and two calls when a checkpoint was written: after the last rank, and for "
-        "the tracker file",
-        "a checkpoint counts once its manifest and completion marker are on stable storage, and the tracker "
-        "file may move only after that; a writer that fails on a full disk, on every rank alike, need not end "
-        "the run",
+        "a call before a checkpoint is written; the writer is handed out; two calls when it was: after the last "
+        "rank, and for the tracker file",
+        "a complete checkpoint is not written over; a checkpoint counts once its manifest and completion marker "
+        "are on stable storage, and the tracker file may move only after that; a writer that fails on a full "
+        "disk, on every rank alike, need not end the run",
         "none yet; 0.19 has an opt-in list of SHA-256 sums without a marker",
         "the save has a hook between its last byte and the tracker file",
     ),

@@ -265,6 +265,15 @@ SEAMS: tuple[Seam, ...] = (
     _import(8, _CHECKPOINTING),
     _exit_code("read_metadata"),
     Seam(
+        "save_begins",
+        10,
+        _CHECKPOINTING,
+        "save_checkpoint",
+        Where.AFTER,
+        "ckpt_format = args.ckpt_format if ckpt_type == CheckpointType.GLOBAL else 'torch'",
+        "if seams is not None and not release:\n    seams.save_begins(save_dir, iteration)\n",
+    ),
+    Seam(
         "checkpoint_write",
         10,
         _CHECKPOINTING,

@@ -13,6 +13,7 @@ from megatron_stability.megatron.patching.diff import to_bytes
 from megatron_stability.megatron.patching.known import Known, function_digest, known_seams, nearest_release
 from megatron_stability.megatron.patching.needs import Missing, missing_needs
 from megatron_stability.megatron.patching.place import Placement, State
+from megatron_stability.megatron.patching.seam_table import NEW_FILE
 from megatron_stability.megatron.patching.series import Placed, render
 from megatron_stability.megatron.patching.tree import detect_version
 
@@ -94,7 +95,7 @@ def survey(root: Path) -> Survey:
 
 
 def _rows(file: FileState, known: dict[str, Known]) -> Iterator[Row]:
-    if file.path == by_anchor.NEW_FILE:
+    if file.path == NEW_FILE:
         state = State.CHANGED if file.problem else "fits"
         yield Row("seam module", 1, file.path, "", state, None, file.problem, "", False)
         return

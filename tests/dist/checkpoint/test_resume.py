@@ -8,6 +8,7 @@ import random
 import re
 import shutil
 from argparse import Namespace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +49,10 @@ def choose(context: Context, root: str, settings: dict[str, Any], args: dict[str
         chosen = resume.choose(Path(root), Namespace(**known), Checkpoint(**settings))
     except UsageError as error:
         return str(error)
-    return None if chosen is None else chosen.step
+    if chosen is None:
+        return None
+    resume.from_rank_0(lambda: resume.accept(Path(root), chosen))
+    return chosen.manifest.step
 
 
 def ask(pool: Pool, root: Path, settings: dict[str, Any] | None = None, **args: Any) -> Any:
@@ -73,7 +77,7 @@ def test_the_next_older_is_used_where_a_file_of_either_rank_is_bad(
     flip(make(tmp_path, 10) / file)
     generations.write_tracker(tmp_path, 10)
     assert ask(patched_ranks, tmp_path) == 5
-    assert generations.read_tracker(tmp_path) == 5
+    assert generations.read_tracker(tmp_path) == 10  # it moves with the first step only
     assert file in ask(patched_ranks, tmp_path, {"strict": True})
 
 
@@ -92,6 +96,10 @@ def test_a_step_that_is_asked_for_is_not_replaced_by_another(patched_ranks: Pool
     assert ask(patched_ranks, tmp_path, ckpt_step=5) == 5
     assert "common.pt" in ask(patched_ranks, tmp_path, ckpt_step=10)
     assert "no checkpoint there" in ask(patched_ranks, tmp_path, ckpt_step=7)
+    generations.write_tracker(tmp_path, 99)
+    shutil.rmtree(tmp_path / "iter_0000005")
+    said = ask(patched_ranks, tmp_path)
+    assert "latest_checkpointed_iteration.txt names step 99, and there is no iter_0000099" in said
 
 
 def test_missing_or_empty_stops_unless_a_fresh_start_is_allowed(patched_ranks: Pool, tmp_path: Path) -> None:
@@ -99,6 +107,8 @@ def test_missing_or_empty_stops_unless_a_fresh_start_is_allowed(patched_ranks: P
     for root in (tmp_path / "missing", tmp_path):
         assert "--stability-checkpoint-allow-fresh-start" in ask(patched_ranks, root)
         assert ask(patched_ranks, root, {"allow_fresh_start": True}) is None
+    (tmp_path / "running").mkdir()
+    assert f"near it: {tmp_path / 'running'})" in ask(patched_ranks, tmp_path / "runnning")
     (make(tmp_path, 5) / manifest.MARKER).unlink()  # killed in its first save
     assert "is incomplete" in ask(patched_ranks, tmp_path)
     assert ask(patched_ranks, tmp_path, {"allow_fresh_start": True}) is None
@@ -150,34 +160,101 @@ def data_file(prefix: str, blocks: str) -> DataFile:
 DATA = (data_file("a", "1"), data_file("b", "2"))
 
 
-def refuse(context: Context, now: dict[str, Any], files: Read, allowed: tuple[str, ...]) -> str | None:
-    from megatron_stability.config import Checkpoint
-    from megatron_stability.megatron.checkpoint import choose as resume
+START = {"finetune": False, "skip_train": False, "no_load_optim": False, "use_checkpoint_opt_param_scheduler": False}
 
-    known = {"training": TRAINING, "hashes": {"code": "c", "tokenizer": "t"}, "data": DATA}
+
+def refuse(
+    context: Context,
+    saved: dict[str, Any],
+    now: dict[str, Any],
+    files: Read,
+    tree: dict[str, Any],
+    release: str = "0.19.2",
+) -> str | None:
+    from megatron_stability.config import StabilityConfig
+    from megatron_stability.megatron.checkpoint import changes
+
+    known: dict[str, Any] = {"training": saved, "versions": {"megatron_core": release}} | Read(DATA).known()
     try:
-        resume.refuse_changes(
-            Manifest(step=5, samples=5, tokens=5, **known), Namespace(**now), files, Checkpoint(allow_changes=allowed)
+        changes.refuse(
+            Manifest(step=5, samples=5, tokens=5, **known),
+            Namespace(**(START | now)),
+            files,  # type: ignore[arg-type]
+            StabilityConfig.model_validate(tree),
         )
     except UsageError as error:
         return str(error)
     return None
 
 
-def test_changes_are_listed_and_refused_unless_named(patched_ranks: Pool) -> None:
-    def ask_one(now: dict[str, Any], files: Read | None = None, allowed: tuple[str, ...] = ()) -> str | None:
-        return patched_ranks.run(refuse, TRAINING | now, files or Read(DATA), allowed, world=1)[0]
+def ask_changes(
+    pool: Pool, now: dict[str, Any], allowed: tuple[str, ...] = (), saved: dict[str, Any] | None = None, **more: Any
+) -> str | None:
+    tree = more.pop("tree", {}) | {"checkpoint": {"allow_changes": allowed}}
+    files = more.pop("files", Read(DATA))
+    release = more.pop("release", "0.19.2")
+    assert not more
+    answer: str | None
+    (answer,) = pool.run(refuse, TRAINING | (saved or {}), TRAINING | now, files, tree, release, world=1)
+    return answer
 
-    assert ask_one({}) is None
-    said = ask_one({"lr": 0.002, "seed": 2})
+
+def test_changes_are_listed_and_refused_unless_named(patched_ranks: Pool) -> None:
+    ask = partial(ask_changes, patched_ranks)
+    assert ask({}) is None
+    said = ask({"clip_grad": 0.5, "seed": 2}, saved={"clip_grad": 1.0})
     assert said is not None
-    assert re.search(r"lr 0\.001 -> 0\.002; seed 1 -> 2; .*allow-changes lr,seed$", said)
-    assert "seed" in (ask_one({"lr": 0.002, "seed": 2}, allowed=("lr",)) or "")
-    assert ask_one({"lr": 0.002, "seed": 2}, allowed=("lr", "seed")) is None
-    assert "tokenizer 'files t' -> 'files u'" in (ask_one({}, Read(DATA, "u")) or "")
+    assert re.search(r"clip_grad 1\.0 -> 0\.5; seed 1 -> 2; .*allow-changes clip_grad,seed$", said)
+    assert "seed" in (ask({"clip_grad": 0.5, "seed": 2}, ("clip_grad",), {"clip_grad": 1.0}) or "")
+    assert ask({"clip_grad": 0.5, "seed": 2}, ("clip_grad", "seed"), {"clip_grad": 1.0}) is None
+    assert "tokenizer 'files t' -> 'files u'" in (ask({}, files=Read(DATA, "u")) or "")
     other = Read((DATA[0], data_file("b", "3")))
-    assert "dataset (b.bin has other content)" in (ask_one({}, other) or ""), "Megatron-LM#725, #1343"
-    assert ask_one({}, other, ("dataset",)) is None
+    assert "dataset (b.bin has other content)" in (ask({}, files=other) or ""), "Megatron-LM#725, #1343"
+    assert ask({}, ("dataset",), files=other) is None
+    assert ask({"log_interval": 7, "tensor_model_parallel_size": 2}, saved={"tensor_model_parallel_size": 1}) is None
+
+
+def test_numerics_of_megatron_and_of_ours_are_refused_with_both_values(patched_ranks: Pool) -> None:
+    """MarinFold#198: a run resumed without the softcap that it was trained with."""
+    ask = partial(ask_changes, patched_ranks)
+    assert "rotary_base 10000 -> 5000" in (ask({"rotary_base": 5000}, saved={"rotary_base": 10000}) or "")
+    softcap = {"model.final_softcap": 30.0}
+    assert "model.final_softcap 30.0 -> None" in (ask({}, saved=softcap) or "")
+    assert ask({}, ("final_softcap",), softcap) is ask({}, ("model.final_softcap",), softcap) is None
+    assert "model.z_loss 0.0 -> 0.0001" in (ask({}, tree={"model": {"z_loss": 1e-4}}) or "")  # older manifests
+    assert "qk_clip.tau" in (ask({}, tree={"qk_clip": {"tau": 30.0}}) or "")
+
+
+def test_what_the_checkpoint_lacks_has_its_releases_default(patched_ranks: Pool) -> None:
+    ask = partial(ask_changes, patched_ranks)
+    assert ask({"muon_tp_mode": "blockwise"}, release="0.18.2") is None
+    said = ask({"muon_tp_mode": "duplicated"}, release="0.18.2") or ""
+    assert "muon_tp_mode 'blockwise' -> 'duplicated' (the checkpoint does not say" in said
+    assert "moe_aux_loss_coeff 0.01 -> 0.0" in (ask({}, saved={"moe_aux_loss_coeff": 0.01}) or "")
+    assert ask({"ffn_hidden_size": 256}) is None  # Megatron's own: no default says what it was
+
+
+def test_a_forks_own_argument_is_refused_where_a_configuration_has_it(patched_ranks: Pool) -> None:
+    ask = partial(ask_changes, patched_ranks)
+    assert ask({"our_cluster": "b"}, saved={"our_cluster": "a"}) is None
+    assert "hetereogenous_dist_checkpoint False -> True" in (ask({"hetereogenous_dist_checkpoint": True}) or "")
+
+
+def test_an_evaluation_has_to_have_the_model_only_and_a_new_run_nothing(patched_ranks: Pool) -> None:
+    ask = partial(ask_changes, patched_ranks)
+    changed = {"split": "0,100,0", "rotary_base": 5000}
+    before = {"split": "98,1,1", "rotary_base": 10000}
+    said = ask(changed | {"skip_train": True}, saved=before) or ""
+    assert "rotary_base" in said
+    assert "split" not in said
+    assert ask(changed | {"finetune": True}, saved=before) is None
+
+
+def test_a_new_schedule_needs_megatrons_word_for_whose_it_is(patched_ranks: Pool) -> None:
+    ask = partial(ask_changes, patched_ranks)
+    assert re.search(r"allow-changes lr and --override-opt_param-scheduler", ask({"lr": 0.002}) or "")
+    assert re.search(r"give --override-opt_param-scheduler", ask({"lr": 0.002}, ("lr",)) or "")
+    assert ask({"lr": 0.002, "override_opt_param_scheduler": True}, ("lr",)) is None
 
 
 def judge(context: Context) -> dict[str, Any]:
@@ -263,19 +340,20 @@ def save_again(context: Context, root: str) -> list[str]:
     from megatron_stability import config
     from megatron_stability.megatron.checkpoint.checkpoints import Checkpoints
 
-    checkpoints = Checkpoints(config.StabilityConfig(), Namespace(save=root, ckpt_format="torch"), Read())
-    checkpoints.add_state({"iteration": 5})
+    checkpoints = Checkpoints(config.StabilityConfig(), Namespace(save=root, iteration=0, ckpt_format="torch"), Read())
+    checkpoints.save_begins(root, 5)
     return sorted(path.name for path in generations.folder_of(Path(root), 5).iterdir())
 
 
 def test_what_a_killed_save_left_is_not_taken_for_the_next_ones(patched_ranks: Pool, tmp_path: Path) -> None:
     folder = make(tmp_path, 5)
+    (folder / manifest.MARKER).unlink()
     stale = {".stability-share-0.json", ".stability-share-11.json", "__0_stability.json", "__11_stability.json"}
     for name in stale:
         (folder / name).write_text("{}")
     before = {path.name for path in folder.iterdir()}
     (left,) = patched_ranks.run(save_again, str(tmp_path), world=1)
-    assert before - set(left) == stale | {manifest.MARKER}
+    assert before - set(left) == stale
 
 
 def save_twice(context: Context, root: str) -> list[str]:
