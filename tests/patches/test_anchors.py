@@ -202,6 +202,10 @@ def test_what_a_hand_patched_is_recognised_or_named(tmp_path):
     (root / TRAINING).write_text(patched.replace("    if seams is not None:\n        seams.step_begins()\n", ""))
     with pytest.raises(UsageError, match="step_begins is missing or was changed"):
         on_disk.apply(root)
+    call = "    if seams is not None:\n        seams.step_begins()\n"
+    (root / TRAINING).write_text(patched.replace(call, 2 * call))
+    with pytest.raises(UsageError, match="the plugin's calls in it can't be taken out"):
+        on_disk.revert(root)
     (root / TRAINING).write_text(patched.replace("    timers = get_timers()\n", "    timers = get_timers()  # ours\n"))
     on_disk.revert(root)  # a change of one's own beside the seams is kept
     assert (root / TRAINING).read_text() == FILES[TRAINING].replace("get_timers()\n", "get_timers()  # ours\n", 1)
