@@ -329,12 +329,10 @@ class Checkpoints:
             return
         folder = generations.folder_of(Path(load_dir), self._resumed.step)
         optimizer_state.give_empty_state(optimizer)
-        against = self._resumed, self._args, self._files, self._config
-        collectives.from_rank_0(lambda: changes.refuse(*against))
+        collectives.from_rank_0(partial(changes.refuse, self._resumed, self._args, self._files, self._config))
         if not self._args.finetune:
             layouts.refuse_unfit_optimizer_state(folder, self._resumed, self._args)
         param_groups.let_the_schedule_change(optimizer, self._args)
-        starts_anew.tell(self._config, self._args)
         self._args.ckpt_step = self._resumed.step
         mine = manifest.fingerprints_name(dist.get_rank())
         if mine in self._resumed.files and self._rank_state_fits():
@@ -391,10 +389,7 @@ class Checkpoints:
         if "generators" in state:
             rank_state.restore_generators(state["generators"])
         elif self._loaded and self._resumed is not None and not self._args.finetune:
-            print_rank_0(
-                "> megatron-stability: random generators are not those of the checkpoint (another layout, or "
-                "--no-load-rng): the run goes on with the same samples, but not bit for bit"
-            )
+            starts_anew.tell_generators()
         self._loaded_rank_state = self._saved_prints = None
 
     def _rank_state_fits(self) -> bool:

@@ -44,3 +44,11 @@ def tell_rates(args: Namespace, schedule: Any, saved: Mapping[str, Any] | None) 
         f"> megatron-stability: the learning rate starts anew at {schedule.get_lr({}):.4e}, with a warm-up of "
         f"{schedule.lr_warmup_steps:g} samples; the checkpoint's was {then.get_lr({}):.4e}"
     )
+
+
+def tell_generators() -> None:
+    """Where the checkpoint has no generators of this rank's, or they were not wanted."""
+    print_rank_0(
+        "> megatron-stability: random generators are not those of the checkpoint (another layout, or --no-load-rng): "
+        "the run goes on with the same samples, but not bit for bit"
+    )
