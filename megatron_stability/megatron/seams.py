@@ -150,6 +150,13 @@ def load_checkpoint_state(state_dict: dict[str, Any]) -> None:
         _slot.runtime.load_checkpoint_state(state_dict)
 
 
+def save_begins(save_dir: str, iteration: int) -> None:
+    """`training/checkpointing.py save_checkpoint`, before anything is written. Collective."""
+    if _slot.runtime is not None:
+        with one_sentence(_slot.runtime.rank):
+            _slot.runtime.checkpoints.save_begins(save_dir, iteration)
+
+
 def checkpoint_write[**P, T](write: Callable[P, T]) -> Callable[P, T | None]:
     """`save_checkpoint`: what writes the files, such that a full disk does not end the run."""
     return write if _slot.runtime is None else _slot.runtime.checkpoints.survives_a_full_disk(write)

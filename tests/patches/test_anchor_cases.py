@@ -231,6 +231,14 @@ REFUSED: dict[str, tuple[str, str, str, str, str, str]] = {
         State.CHANGED,
         "`start_iteration`, which the seam sets, is not set on every path before",
     ),
+    "a name that a loop alone sets": (
+        TRAINING,
+        "    start_iteration = iteration\n",
+        "    for start in args.ours:\n        start_iteration = start\n",
+        "rewound",
+        State.CHANGED,
+        "`start_iteration`, which the seam sets, is not set on every path before",
+    ),
     "seams means something else": (
         TRAINING,
         "    args = get_args()\n    iteration = args.iteration\n",

@@ -6,6 +6,7 @@ lies in its folder (or is a library's), and it starts, renames and removes nothi
 
 from __future__ import annotations
 
+import hashlib
 import json
 import multiprocessing as mp
 import os
@@ -27,7 +28,7 @@ from hypothesis import strategies as st
 
 from megatron_stability import config, doctor, yaml_text
 from megatron_stability.checkpoints import dcp_metadata, generations, manifest, run_state
-from megatron_stability.data import sources, tokenizers
+from megatron_stability.data import blends, fingerprint, index, sources, tokenizers
 from megatron_stability.errors import UsageError
 from megatron_stability.ledger import bundle, entries, sketches
 from megatron_stability.report.runview import RunView
@@ -186,11 +187,18 @@ def _metadata(folder: Path, data: bytes) -> object:
 
 
 def _index(folder: Path, data: bytes) -> object:
-    from megatron_stability.megatron.start import input_checks
-
     (folder / "d.idx").write_bytes(data)
     (folder / "d.bin").write_bytes(bytes(6))
-    return input_checks.check_dataset("--data-path", str(folder / "d"))
+    found = index.read("--data-path", str(folder / "d"))
+    found.refuse_wrong_sizes()
+    return found.tokens(0, found.sequences)
+
+
+def _sidecar(folder: Path, data: bytes) -> object:
+    (folder / "d.idx").write_bytes(INDEX)
+    (folder / "d.bin").write_bytes(bytes(6))
+    (folder / "d.meta.json").write_bytes(data)
+    return int(fingerprint._sidecar(index.read("--data-path", str(folder / "d"))).get(fingerprint.LARGEST, -1))
 
 
 def _jsonl(folder: Path, data: bytes) -> object:
@@ -244,6 +252,8 @@ FP8 = {"step": 1, "recipe": "current", "emulated": True, "kernel": "torch"}
 INDEX = b"MMIDIDX\0\0" + (1).to_bytes(8, "little") + b"\x08" + (1).to_bytes(8, "little") + (2).to_bytes(8, "little")
 INDEX += (3).to_bytes(4, "little") + bytes(8) + bytes(8) + (1).to_bytes(8, "little")
 
+META = {fingerprint.LARGEST: 9, "sha256": {".idx": hashlib.sha256(INDEX).hexdigest(), ".bin": "0" * 64}}
+
 
 def _of(value: Any) -> Callable[[Path], bytes]:
     return lambda folder: json.dumps(value).encode()
@@ -285,6 +295,14 @@ READERS = (
     ),
     Reader("metadata", _there(dcp_metadata.FILE), _metadata),
     Reader("index", lambda folder: INDEX, _index),
+    Reader("data's sidecar", _of(META), _sidecar),
+    Reader("data's sidecar's values", _of(META), _sidecar, sealed=True),
+    Reader(
+        "blends",
+        _of({"train": ["1", "d"], "valid": "d", "test": None}),
+        _file("b.json", lambda folder: blends._per_split("--per-split-data-args-path", str(folder / "b.json"))),
+        sealed=True,
+    ),
     Reader("training text", lambda folder: b'{"text": "a"}\n{"text": "b"}\n', _jsonl),
 )
 

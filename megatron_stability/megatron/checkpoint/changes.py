@@ -26,7 +26,7 @@ from megatron_stability.echo import MASK, brief, said
 from megatron_stability.errors import UsageError
 from megatron_stability.megatron.access import argument_table
 from megatron_stability.megatron.access.argument_table import TRAINING, Effect
-from megatron_stability.megatron.checkpoint import starts_anew, training_args
+from megatron_stability.megatron.checkpoint import training_args
 from megatron_stability.megatron.checkpoint.run_files import Found, RunFiles
 from megatron_stability.megatron.checkpoint.training_args import OPAQUE, plain
 from megatron_stability.megatron.patching import install_digest
@@ -131,7 +131,6 @@ def refuse(saved: Manifest, args: Namespace, files: RunFiles, config: StabilityC
         )
     if training and (more := _and_whose_schedule(training, args)):
         raise UsageError(f"--load: differs from the checkpoint in {'; '.join(map(str, training))}; give{more[4:]}")
-    starts_anew.tell(config, args)
     if saved.hashes.get("code") != files.found().hashes["code"]:
         print_rank_0(said(f"> megatron-stability: the checkpoint was saved by other code: {saved.versions}"))
 

@@ -47,8 +47,8 @@ def tell_rates(args: Namespace, schedule: Any, saved: Mapping[str, Any] | None) 
 
 
 def tell_generators() -> None:
-    """Where the checkpoint has no generators of this rank's, or they were not wanted."""
+    """A line where random generators could not be had from the checkpoint."""
     print_rank_0(
-        "> megatron-stability: random generators are not those of the checkpoint (another layout, or --no-load-rng): "
-        "the run goes on with the same samples, but not bit for bit"
+        "> megatron-stability: random generators are not those of the checkpoint (another layout, or "
+        "--no-load-rng): the run goes on with the same samples, but not bit for bit"
     )

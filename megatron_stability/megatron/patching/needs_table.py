@@ -47,7 +47,7 @@ ATTRIBUTES = (
     Attributes(_BUFFERS, "_ParamAndGradBuffer", ("grad_data",), "megatron/access/optimizer_state.py"),
     Attributes(_BUFFERS, "_ParamAndGradBuffer", ("param_index_map",), "megatron/access/master_weights.py"),
     Attributes(_RERUN, "RerunStateMachine", ("should_run_forward_backward",), "megatron/access/data_iterators.py"),
-    Attributes(_RERUN, "RerunDataIterator", ("iterable",), "megatron/observers/batches.py"),
+    Attributes(_RERUN, "RerunDataIterator", ("iterable",), "megatron/access/data_iterators.py"),
     Attributes(
         "megatron.core.optimizer_param_scheduler",
         "OptimizerParamScheduler",

@@ -105,17 +105,8 @@ def _rows(file: FileState, known: dict[str, Known]) -> Iterator[Row]:
         digest = function_digest(file.path, file.stock, placement) if file.stock and not file.problem else ""
         there = lines[placement.line - 1].decode("utf-8", "replace").strip() if placement.line else ""
         changed = bool(digest and reference and reference.function not in ("", digest))
-        yield Row(
-            seam.name,
-            seam.patch,
-            seam.path,
-            seam.function,
-            _state(placement, reference),
-            placement.line,
-            placement.reason,
-            there,
-            changed,
-        )
+        where = (seam.name, seam.patch, seam.path, seam.function)
+        yield Row(*where, _state(placement, reference), placement.line, placement.reason, there, changed)
 
 
 def _state(placement: Placement, reference: Known | None) -> str:

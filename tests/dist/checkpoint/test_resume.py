@@ -48,7 +48,10 @@ def choose(context: Context, root: str, settings: dict[str, Any], args: dict[str
         chosen = resume.choose(Path(root), Namespace(**known), Checkpoint(**settings))
     except UsageError as error:
         return str(error)
-    return None if chosen is None else chosen.step
+    if chosen is None:
+        return None
+    resume.from_rank_0(lambda: resume.accept(Path(root), chosen))
+    return chosen.manifest.step
 
 
 def ask(pool: Pool, root: Path, settings: dict[str, Any] | None = None, **args: Any) -> Any:
@@ -73,7 +76,7 @@ def test_the_next_older_is_used_where_a_file_of_either_rank_is_bad(
     flip(make(tmp_path, 10) / file)
     generations.write_tracker(tmp_path, 10)
     assert ask(patched_ranks, tmp_path) == 5
-    assert generations.read_tracker(tmp_path) == 5
+    assert generations.read_tracker(tmp_path) == 10  # it moves with the first step only
     assert file in ask(patched_ranks, tmp_path, {"strict": True})
 
 
@@ -92,6 +95,10 @@ def test_a_step_that_is_asked_for_is_not_replaced_by_another(patched_ranks: Pool
     assert ask(patched_ranks, tmp_path, ckpt_step=5) == 5
     assert "common.pt" in ask(patched_ranks, tmp_path, ckpt_step=10)
     assert "no checkpoint there" in ask(patched_ranks, tmp_path, ckpt_step=7)
+    generations.write_tracker(tmp_path, 99)
+    shutil.rmtree(tmp_path / "iter_0000005")
+    said = ask(patched_ranks, tmp_path)
+    assert "latest_checkpointed_iteration.txt names step 99, and there is no iter_0000099" in said
 
 
 def test_missing_or_empty_stops_unless_a_fresh_start_is_allowed(patched_ranks: Pool, tmp_path: Path) -> None:
@@ -99,6 +106,8 @@ def test_missing_or_empty_stops_unless_a_fresh_start_is_allowed(patched_ranks: P
     for root in (tmp_path / "missing", tmp_path):
         assert "--stability-checkpoint-allow-fresh-start" in ask(patched_ranks, root)
         assert ask(patched_ranks, root, {"allow_fresh_start": True}) is None
+    (tmp_path / "running").mkdir()
+    assert f"near it: {tmp_path / 'running'})" in ask(patched_ranks, tmp_path / "runnning")
     (make(tmp_path, 5) / manifest.MARKER).unlink()  # killed in its first save
     assert "is incomplete" in ask(patched_ranks, tmp_path)
     assert ask(patched_ranks, tmp_path, {"allow_fresh_start": True}) is None
@@ -213,19 +222,20 @@ def save_again(context: Context, root: str) -> list[str]:
     from megatron_stability import config
     from megatron_stability.megatron.checkpoint.checkpoints import Checkpoints
 
-    checkpoints = Checkpoints(config.StabilityConfig(), Namespace(save=root, ckpt_format="torch"), Read())
-    checkpoints.add_state({"iteration": 5})
+    checkpoints = Checkpoints(config.StabilityConfig(), Namespace(save=root, iteration=0, ckpt_format="torch"), Read())
+    checkpoints.save_begins(root, 5)
     return sorted(path.name for path in generations.folder_of(Path(root), 5).iterdir())
 
 
 def test_what_a_killed_save_left_is_not_taken_for_the_next_ones(patched_ranks: Pool, tmp_path: Path) -> None:
     folder = make(tmp_path, 5)
+    (folder / manifest.MARKER).unlink()
     stale = {".stability-share-0.json", ".stability-share-11.json", "__0_stability.json", "__11_stability.json"}
     for name in stale:
         (folder / name).write_text("{}")
     before = {path.name for path in folder.iterdir()}
     (left,) = patched_ranks.run(save_again, str(tmp_path), world=1)
-    assert before - set(left) == stale | {manifest.MARKER}
+    assert before - set(left) == stale
 
 
 def save_twice(context: Context, root: str) -> list[str]:
