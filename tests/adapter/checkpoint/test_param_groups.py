@@ -66,3 +66,4 @@ def test_each_optimizer_of_a_chain_loads_the_schedule_that_the_flags_name() -> N
         for each in (one, other):
             each.load_state_dict({"optimizer": {"param_groups": [group(1e-3)]}})
             assert each.seen == [seen]
+            assert rates(each.optimizer.param_groups) == [1e-4]
