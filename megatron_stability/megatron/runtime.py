@@ -298,8 +298,7 @@ class Runtime:
             if should_exit:
                 self.ending(exit_code, evidence.RERUN_VERDICTS.get(exit_code, "Megatron's train_step asked for it"))
             return should_checkpoint, should_exit, exit_code
-        record, decision = self._step
-        reason = decision.reason
+        (record, decision), reason = self._step, self._step[1].reason
         if decision.action is Action.REWIND:
             outcome = self.rewinds.carry_out(record, decision, self._load_own_state)
             if outcome == "rewound":
