@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_stability.checkpoints import generations, manifest
+from megatron_stability.checkpoints import asides, generations, manifest
 from megatron_stability.config import Record
 from megatron_stability.files import write_atomically
 from megatron_stability.ledger.bundle import Bundles, Context, bundles, read_bundle, read_tensors
@@ -195,7 +195,7 @@ def test_retention_leaves_whole_generations_only(tmp_path: Path) -> None:
         assert {found.get(1), found.get(2)} <= {None, "complete"}
         assert not promised or set(found) == {4}
         generations.retire(tree, 1)
-        assert {path.name for path in tree.iterdir()} <= {"iter_0000004", "iter_0000003"}
+        assert {path.name for path in tree.glob("iter_*")} <= {"iter_0000004", "iter_0000003"}
 
 
 def test_evidence_stays_marked_and_set_aside(tmp_path: Path) -> None:
@@ -204,7 +204,7 @@ def test_evidence_stays_marked_and_set_aside(tmp_path: Path) -> None:
     with Disk(root).watched() as disk:
         generations.mark_suspect(folder, "NaN")
         disk.promise("marked")
-        aside = generations.set_aside(folder)
+        aside = asides.set_aside(folder)
         disk.promise("aside")
     assert aside is not None
     for tree, promised in disk.trees(tmp_path / "t"):
@@ -213,3 +213,21 @@ def test_evidence_stays_marked_and_set_aside(tmp_path: Path) -> None:
         assert ("aside" in promised) <= (found.folder.name == aside.name)
         if promised:
             assert json.loads((found.folder / manifest.SUSPECT).read_bytes()) == {"reason": "NaN"}
+
+
+def test_a_complete_checkpoint_that_is_saved_again_is_there_old_or_new(tmp_path: Path) -> None:
+    root = tmp_path / "save"
+    mark(small(root, 5, b"old"), 5)
+    with Disk(root).watched() as disk:
+        folder = generations.folder_of(root, 5)
+        aside = asides.set_aside(folder)
+        assert aside is not None
+        mark(small(root, 5, b"new"), 5)
+        disk.promise("complete")
+        asides.delete([aside])
+    for tree, promised in disk.trees(tmp_path / "t"):
+        asides.put_back(tree)
+        found = generations.generation(tree / folder.name, full=True)
+        assert found.state == "complete", str(found)
+        text = (tree / folder.name / "common.pt").read_bytes()
+        assert text == b"new common" if promised else text in (b"old common", b"new common")
