@@ -16,7 +16,7 @@ from pathlib import Path
 from megatron_stability.megatron.patching.adapter.needs_table import ARGUMENT_SOURCES, ATTRIBUTES, OURS
 from megatron_stability.megatron.patching.anchor.python_tree import Definition, PythonTree
 
-_ADAPTER = Path(__file__).resolve().parents[1]
+_ADAPTER = Path(__file__).resolve().parents[2]
 
 
 @dataclass(frozen=True)
