@@ -13,7 +13,7 @@ from megatron_stability.megatron.patching.adapter.needs import missing_needs
 from megatron_stability.megatron.patching.adapter.needs_table import ATTRIBUTES
 from tests.patches.patch_tools import stock_megatrons
 
-PACKAGE = Path(needs.__file__).parents[2]
+PACKAGE = Path(needs.__file__).parents[3]
 
 
 @pytest.mark.parametrize("release", ["0.18.2", "0.19.2"])
