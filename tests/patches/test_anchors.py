@@ -11,13 +11,13 @@ import pytest
 
 from megatron_stability.errors import UsageError
 from megatron_stability.megatron.patching import on_disk
-from megatron_stability.megatron.patching.by_anchor import PATHS, read_files
+from megatron_stability.megatron.patching.anchor.by_anchor import PATHS, read_files
+from megatron_stability.megatron.patching.anchor.known import known_json
+from megatron_stability.megatron.patching.anchor.seam_table import SEAMS
+from megatron_stability.megatron.patching.anchor.splice import closed, opened
 from megatron_stability.megatron.patching.diff import parse_patch, read_text
-from megatron_stability.megatron.patching.known import known_json
 from megatron_stability.megatron.patching.patch_headers import HEADERS
-from megatron_stability.megatron.patching.seam_table import SEAMS
 from megatron_stability.megatron.patching.series import Placed, render
-from megatron_stability.megatron.patching.splice import closed, opened
 from megatron_stability.megatron.patching.survey import survey
 from megatron_stability.megatron.patching.tree import State as TreeState
 from megatron_stability.megatron.patching.tree import read_tree
@@ -202,6 +202,10 @@ def test_what_a_hand_patched_is_recognised_or_named(tmp_path):
     (root / TRAINING).write_text(patched.replace("    if seams is not None:\n        seams.step_begins()\n", ""))
     with pytest.raises(UsageError, match="step_begins is missing or was changed"):
         on_disk.apply(root)
+    call = "    if seams is not None:\n        seams.step_begins()\n"
+    (root / TRAINING).write_text(patched.replace(call, 2 * call))
+    with pytest.raises(UsageError, match="the plugin's calls in it can't be taken out"):
+        on_disk.revert(root)
     (root / TRAINING).write_text(patched.replace("    timers = get_timers()\n", "    timers = get_timers()  # ours\n"))
     on_disk.revert(root)  # a change of one's own beside the seams is kept
     assert (root / TRAINING).read_text() == FILES[TRAINING].replace("get_timers()\n", "get_timers()  # ours\n", 1)
