@@ -8,12 +8,12 @@ ROOT = Path(__file__).parent
 
 
 def patch_files() -> list[tuple[str, list[str]]]:
-    """(install folder, files) for the diffs in patches/, so that an installed wheel carries them."""
+    """(install folder, files) for what is in patches/, so that an installed wheel carries it."""
     folders = sorted(path for path in (ROOT / "patches").rglob("*") if path.is_dir())
     return [
         (
             f"share/megatron-stability/{folder.relative_to(ROOT)}",
-            [str(path.relative_to(ROOT)) for path in sorted(folder.glob("*.patch"))],
+            [str(path.relative_to(ROOT)) for path in sorted([*folder.glob("*.patch"), *folder.glob("*.json")])],
         )
         for folder in folders
     ]
@@ -48,7 +48,7 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.12",
     packages=find_packages(include=["megatron_stability", "megatron_stability.*"]),
-    package_data={"megatron_stability": ["py.typed", "report/*.html", "report/*.css"]},
+    package_data={"megatron_stability": ["py.typed", "report/*.html", "report/*.css", "megatron/access/flags/*.tsv"]},
     data_files=patch_files(),
     install_requires=["pydantic>=2.9", "PyYAML>=6.0", "rich>=13", "packaging>=24", "safetensors>=0.5", "xxhash>=3.5"],
     extras_require={

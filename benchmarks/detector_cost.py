@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from megatron_stability.decide.config import Decide
+from megatron_stability.decide.episodes import Episodes
 from megatron_stability.decide.policy import TablePolicy
 from megatron_stability.detect import build
 from megatron_stability.detect.base import Detector, Stateless, silent
@@ -90,7 +91,7 @@ class Unmoved:
 
 def seconds(detectors: Sequence[Detector], steps: Sequence[StepRecord]) -> float:
     """Seconds a step for inspect and learn, as the pipeline calls them."""
-    pipeline: Pipeline[StepRecord] = Pipeline(lambda record: record, detectors, Unmoved(), ())
+    pipeline: Pipeline[StepRecord] = Pipeline(lambda record: record, detectors, Unmoved(), (), Episodes(detectors, 50))
     pipeline = pipeline.without(silent(detectors, steps[0].signals))
     start = time.process_time()
     for record in steps:

@@ -22,8 +22,10 @@ import yaml
 from pydantic import BaseModel, Field, ValidationError, field_validator
 from pydantic.fields import FieldInfo
 
+from megatron_stability import files, yaml_text
 from megatron_stability.decide.config import Decide
 from megatron_stability.detect.config import Detect
+from megatron_stability.echo import brief
 from megatron_stability.errors import UsageError
 from megatron_stability.numerics.config import Model
 from megatron_stability.numerics.fp8.config import Fp8
@@ -61,6 +63,9 @@ class Checkpoint(Section):
     allow_partial_load: bool = Field(False, description="let Megatron repeat a failed strict load with strict=False")
     allow_changes: tuple[str, ...] = Field(
         (), description="arguments that may differ from the checkpoint's, e.g. lr,train_iters"
+    )
+    data_positions_itself: bool = Field(
+        False, description="with --dataloader-type external: the script puts its iterator where a resume goes on"
     )
     keep: int = Field(0, ge=0, description="complete checkpoints kept, suspect ones aside; 0: all")
     suspect_steps: int = Field(0, ge=0, description="a halt marks checkpoints of so many steps before it as suspect")
@@ -184,35 +189,9 @@ def from_section(section: Any, name: str = "stability") -> StabilityConfig:
         raise UsageError(_sentence(error, f"{name}.", set())) from None
 
 
-class _Loader(yaml.SafeLoader):
-    """PyYAML's safe loader, to which a key that stands twice is an error: the last one would win silently."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        """As the base class; called for every mapping of the file."""
-        seen: set[str] = set()
-        for key, _ in node.value:
-            if key.value in seen:
-                raise yaml.MarkedYAMLError(problem=f"the key `{key.value}` stands twice", problem_mark=key.start_mark)
-            if isinstance(key, yaml.ScalarNode):
-                seen.add(key.value)
-        return super().construct_mapping(node, deep)
-
-
-def _yaml(text: str) -> Any:
-    """The value of a YAML text.
-
-    Raises:
-        YAMLError: not YAML, by our measure: a key that stands twice, a date that is none and endless nesting too.
-    """
-    try:
-        return yaml.load(text, _Loader)  # noqa: S506  # a safe loader
-    except (RecursionError, ValueError) as error:  # of nested brackets; of 2020-99-99
-        raise yaml.YAMLError(str(error)) from None
-
-
 def _read(file: Path) -> dict[str, Any]:
     try:
-        tree = _yaml(file.read_text(encoding="utf-8"))
+        tree = yaml_text.parse(files.read_bytes(file, yaml_text.LARGEST).decode())
     except OSError as error:
         raise UsageError(
             f"--stability-config {file}: cannot be read ({error.strerror}); give a readable YAML file"
@@ -244,9 +223,9 @@ def _from_text(text: Any, path: tuple[str, ...], info: FieldInfo) -> Any:
     if not isinstance(text, str) or info.annotation in (str, Path, Path | None):
         return text
     try:
-        return _yaml(text)  # numbers, booleans and lists as the file spells them
+        return yaml_text.parse(text)  # numbers, booleans and lists as the file spells them
     except yaml.YAMLError:
-        raise UsageError(f"{flag(path)} {text!r}: is not a valid value") from None
+        raise UsageError(f"{flag(path)} {brief(text)}: is not a valid value") from None
 
 
 def _sentence(error: ValidationError, place: str, given: set[tuple[str, ...]]) -> str:
@@ -256,7 +235,7 @@ def _sentence(error: ValidationError, place: str, given: set[tuple[str, ...]]) -
     where = named or place + ".".join(path)
     if first["type"] == "extra_forbidden":
         return f"{where} is not a known key{_suggestion(path)}"
-    return f"{where} = {first['input']!r}: {first['msg'][0].lower()}{first['msg'][1:]}"
+    return f"{where} = {brief(first['input'])}: {first['msg'][0].lower()}{first['msg'][1:]}"
 
 
 def _suggestion(path: tuple[str, ...]) -> str:

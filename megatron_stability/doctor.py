@@ -15,6 +15,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
+from megatron_stability import files
+from megatron_stability.echo import said
 from megatron_stability.errors import EXIT_FINDING, EXIT_FINE, UsageError
 from megatron_stability.ledger import entries
 
@@ -186,10 +188,22 @@ def fp8_of_run(folder: Path) -> tuple[bool, str]:
         return False, f"FP8 was not active in step {steps[-1].step} of {folder}: {why}"
     text = f"FP8 was active in step {steps[-1].step} of {folder}: {gemms - fallbacks} of {gemms} linears"
     tables = sorted(folder.glob("fp8.stage*.jsonl"))
-    if tables and (lines := tables[0].read_text(encoding="utf-8").split("\n")[:-1]):
-        last = json.loads(lines[-1])
-        text += f", recipe {last['recipe']}{' (emulated)' if last['emulated'] else ''}, {last['kernel']}"
-    return True, text
+    if tables:
+        text += _recipe(tables[0])
+    return True, said(text)
+
+
+def _recipe(table: Path) -> str:
+    try:
+        lines = files.read_bytes(table, sys.maxsize).split(b"\n")[:-1]  # what follows the last line feed is torn
+        if not lines:
+            return ""
+        last = files.parse_json(lines[-1])
+        return f", recipe {last['recipe']}{' (emulated)' if last['emulated'] else ''}, {last['kernel']}"
+    except OSError as error:
+        raise UsageError(f"{table}: cannot be read ({error.strerror}); move it away to ask without it") from None
+    except (ValueError, KeyError, TypeError):
+        raise UsageError(f"{table}: its last line is no table of FP8; move it away to ask without it") from None
 
 
 def run(argv: Sequence[str]) -> int:

@@ -16,10 +16,10 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from megatron_stability.detect.base import Detector
-from megatron_stability.records import Decision, StepRecord, Verdict
+from megatron_stability.records import Change, Decision, Episode, StepRecord, Verdict
 
 
 class Policy(Protocol):
@@ -36,10 +36,32 @@ class Policy(Protocol):
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
+class Grouping(Protocol):
+    """Groups verdicts into episodes; see `decide/episodes.py`."""
+
+    @property
+    def open(self) -> tuple[Episode, ...]:
+        """The episodes that are open."""
+
+    def settle(self, record: StepRecord, decision: Decision) -> list[tuple[Change, Episode]]:
+        """What changed by a finished step."""
+
+    def state_dict(self) -> Any: ...
+
+    def load_state_dict(self, state: Any) -> None: ...
+
+
 class Sink(Protocol):
     """Takes one finished step: the ledger, TensorBoard, incident bundles. Called on every rank; most write on one."""
 
     def write(self, record: StepRecord, decision: Decision) -> None: ...
+
+
+@runtime_checkable
+class EpisodeSink(Protocol):
+    """A sink that is told of episodes as well, after the step in which they changed."""
+
+    def write_episode(self, change: Change, episode: Episode) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -50,6 +72,7 @@ class Pipeline[Local]:
     detectors: Sequence[Detector]
     policy: Policy
     sinks: Sequence[Sink]
+    episodes: Grouping
     idle: Collection[str] = ()  # names of detectors whose signals this run does not measure: they are not asked
 
     def without(self, idle: Collection[str]) -> Pipeline[Local]:
@@ -89,10 +112,19 @@ class Pipeline[Local]:
         self.policy.settle(decision)
         for sink in self.sinks:
             sink.write(record, decision)
+        for change, episode in self.episodes.settle(record, decision):
+            for sink in self.sinks:
+                if isinstance(sink, EpisodeSink):
+                    sink.write_episode(change, episode)
 
     def state_dict(self) -> dict[str, Any]:
         """Detector baselines and policy budgets as JSON primitives, for the checkpoint."""
-        return {"detectors": {d.name: d.state_dict() for d in self.detectors}, "policy": self.policy.state_dict()}
+        baselines = {detector.name: detector.state_dict() for detector in self.detectors}
+        return {
+            "detectors": baselines,
+            "policy": self.policy.state_dict(),
+            "episodes": self.episodes.state_dict(),
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """The inverse of `state_dict`; a detector without saved state starts afresh."""
@@ -102,3 +134,4 @@ class Pipeline[Local]:
             else:
                 detector.reset()
         self.policy.load_state_dict(state["policy"])
+        self.episodes.load_state_dict(state.get("episodes", ()))  # absent: saved before there were any

@@ -125,6 +125,33 @@ class Verdict:
     reason: str  # one sentence, with the numbers and their units
 
 
+class Change(StrEnum):
+    """What became of an episode in a step."""
+
+    OPENED = "opened"
+    WORSENED = "worsened"
+    CLOSED = "closed"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Episode:
+    """Verdicts of one detector that belong together; equal on every rank.
+
+    `tier`, `value`, `threshold` and `reason` are those of the worst verdict so far. `incident` is the first step of the
+    earliest of the episodes that overlap, so that one divergence has one number.
+    """
+
+    incident: int
+    detector: str
+    first_step: int
+    last_step: int
+    tier: Tier
+    value: float
+    threshold: float
+    verdicts: int
+    reason: str
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
     """What is done with a step, computed from its record alone, so equal on every rank.
@@ -143,6 +170,12 @@ class Decision:
     def updates_weights(self) -> bool:
         """Whether the optimizer step runs."""
         return self.action.updates_weights
+
+    @property
+    def told(self) -> str:
+        """The action in capitals, with the advised one where that is another."""
+        taken = self.action.upper()
+        return taken if self.action is self.advised else f"{taken} (would {self.advised.upper()})"
 
 
 class IncidentClass(StrEnum):

@@ -6,7 +6,6 @@ iter_0000008.suspect-1    evidence, or what another trajectory had there: kept
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Collection
 from pathlib import Path
 
@@ -94,7 +93,7 @@ def delete(folders: Collection[Path]) -> None:
     for root in roots:
         _sweep(root)
     for folder in folders:
-        folder.rename(folder.with_name(_DELETED + folder.name))
+        folder.rename(files.temporary_name(folder.parent, _DELETED))
     for root in roots:
         files.sync_folder(root)
         _sweep(root)
@@ -102,4 +101,4 @@ def delete(folders: Collection[Path]) -> None:
 
 def _sweep(root: Path) -> None:
     for folder in root.glob(f"{_DELETED}*"):
-        shutil.rmtree(folder)
+        files.remove(folder)

@@ -8,19 +8,19 @@ from typing import Any
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.state_dict_loader import load
 
-from megatron_stability.checkpoints import manifest
+from megatron_stability import files
+from megatron_stability.checkpoints import dcp_metadata, manifest
 
 TOLERANCE = 0.05  # of a tensor's largest magnitude; after a few steps the order of sums alone moves bf16 weights by 1 %
 
 
 def tensors(folder: Path) -> dict[str, torch.Tensor]:
     """Every tensor of a `torch_dist` checkpoint, whole, by its key."""
-    reader = FileSystemReader(folder)
+    reader = dcp_metadata.reader(folder)
     state: dict[str, torch.Tensor] = {
         key: torch.empty(entry.size, dtype=entry.properties.dtype)
         for key, entry in reader.read_metadata().state_dict_metadata.items()
@@ -39,7 +39,7 @@ class _Raw(DefaultLoadPlanner):
 
 def rank_states(folder: Path) -> dict[str, Any]:
     """What each rank kept for itself (its generators): tensors and primitives, by key and rank."""
-    reader = FileSystemReader(folder)
+    reader = dcp_metadata.reader(folder)
     state: dict[str, Any] = {
         key: io.BytesIO()
         for key, entry in reader.read_metadata().state_dict_metadata.items()
@@ -50,9 +50,9 @@ def rank_states(folder: Path) -> dict[str, Any]:
     return {key: torch.load(io.BytesIO(planner.state_dict[key]), weights_only=True) for key in state}
 
 
-def fingerprints(folder: Path) -> dict[str, str]:
+def fingerprints(folder: Path) -> dict[str, bytes]:
     """What each rank wrote of its tensors, by file name."""
-    return {path.name: path.read_text() for path in folder.glob(manifest.fingerprints_name("*"))}
+    return {path.name: files.read_bytes(path) for path in folder.glob(manifest.fingerprints_name("*"))}
 
 
 def compare(one: Path, other: Path, *, bitwise: bool) -> tuple[str, bool]:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron_stability import files
 from megatron_stability.checkpoints import generations, manifest
 from megatron_stability.checkpoints.generations import TRACKER, Generation
 from megatron_stability.errors import UsageError
@@ -34,6 +35,7 @@ def link_copy(source: Path, target: Path) -> None:
         if path.is_dir():
             place.mkdir(exist_ok=True)
             continue
+        files.refuse_special(path, path.stat())  # a copy of a FIFO would wait for its writer
         try:
             os.link(path.resolve(), place)
         except OSError:
@@ -43,7 +45,8 @@ def link_copy(source: Path, target: Path) -> None:
 def replace(path: Path, data: bytes) -> None:
     """New bytes under a name, never through a hard link."""
     path.unlink(missing_ok=True)
-    path.write_bytes(data)
+    with files.open_new(path) as stream:
+        stream.write(data)
 
 
 # --- what is done to a copy; each returns the name of the file to blame, or "" ----------------------------------------
@@ -198,7 +201,7 @@ def resume_drill(root: Path, work: Path, command: Sequence[str], *, nproc: int |
     ranks = [] if nproc is None else ["--nproc", str(nproc)]
     argv = [sys.executable, "-m", "megatron_stability.cli", *command, *ranks, *flags]
     expected = "equal to the bit" if nproc is None else f"same samples, weights within {compare.TOLERANCE}"
-    with (work / "log.txt").open("wb") as log:
+    with files.open_log(work / "log.txt") as log:
         try:
             done = subprocess.run(argv, stdout=log, stderr=subprocess.STDOUT, timeout=timeout_s, check=False)
             failure = f"exit code {done.returncode}" if done.returncode else ""

@@ -21,7 +21,9 @@ from megatron_stability.checkpoints import manifest as manifests
 from megatron_stability.checkpoints.asides import ASIDE
 from megatron_stability.checkpoints.lineage import Lineage, Place, Save
 from megatron_stability.checkpoints.manifest import SUSPECT, THREADS, Manifest, OnBytes, Problem
+from megatron_stability.echo import said
 from megatron_stability.errors import UsageError
+from megatron_stability.ledger.entries import strict
 
 TRACKER = "latest_checkpointed_iteration.txt"
 TRACKERS = (TRACKER, "latest_train_state.pt")  # Megatron's, and Bridge's own
@@ -224,14 +226,15 @@ def mark_suspect(folder: Path, reason: str) -> None:
         folder: the checkpoint's.
         reason: one sentence.
     """
-    files.write_atomically(folder / SUSPECT, json.dumps({"reason": reason}).encode())
+    files.write_atomically(folder / SUSPECT, json.dumps(strict({"reason": reason})).encode())
 
 
 def _reason(folder: Path) -> str:
     try:
-        return str(json.loads((folder / SUSPECT).read_bytes())["reason"])
+        reason = files.read_json(folder / SUSPECT, files.SMALL)["reason"]
     except (OSError, ValueError, KeyError, TypeError):
-        return "marked so, without a reason that can be read"
+        reason = None
+    return said(reason) if isinstance(reason, str) else "marked so, without a reason that can be read"
 
 
 # --- the tracker ------------------------------------------------------------------------------------------------------
@@ -240,7 +243,7 @@ def _reason(folder: Path) -> str:
 def read_tracker(root: Path) -> int | Literal["release"] | None:
     """The step that the tracker names; None where it is missing or says nothing that Megatron could read."""
     try:
-        text = (root / TRACKER).read_text(encoding="utf-8").strip()
+        text = files.read_bytes(root / TRACKER, files.SMALL).decode().strip()
         if text == "release":
             return "release"
         return int(text) if text.isdecimal() else None
@@ -270,13 +273,22 @@ def repair_tracker(root: Path, *, threads: int = THREADS, on_bytes: OnBytes | No
     good = newest_good(root, threads=threads, on_bytes=on_bytes)
     if good is None:
         raise UsageError(f"{root}: holds no complete, verified checkpoint to point at{_why_none(root)}")
-    before = (root / TRACKER).read_bytes().decode(errors="replace").strip() if (root / TRACKER).exists() else ""
+    before = _tracker_text(root)
     if before != str(good.step):
         write_tracker(root, good.step)
     known = history.read(root)
     if known.tracker not in ("unknown", good.step):
         history.write(root, known.model_copy(update={"tracker": good.step}))
     return before, good.step
+
+
+def _tracker_text(root: Path) -> str:
+    try:
+        return said(files.read_bytes(root / TRACKER, files.SMALL).decode(errors="replace").strip())
+    except FileNotFoundError:
+        return ""
+    except OSError as error:
+        return error.strerror or str(error)
 
 
 def _why_none(root: Path) -> str:

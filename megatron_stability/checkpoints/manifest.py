@@ -23,9 +23,11 @@ from typing import Any, Literal
 import xxhash
 from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
 
+from megatron_stability import files
+from megatron_stability.checkpoints import dcp_metadata
 from megatron_stability.checkpoints.lineage import Place
+from megatron_stability.echo import brief, said
 from megatron_stability.errors import UsageError
-from megatron_stability.files import sync_folder, write_atomically
 from megatron_stability.ledger.entries import strict
 
 MANIFEST, MARKER, SUSPECT = "stability_manifest.json", "stability_complete", "stability_suspect.json"
@@ -47,6 +49,24 @@ class FileEntry(BaseModel):
     xxh3_128: str
 
 
+class DataFile(BaseModel):
+    """One data set of the run's blends, and a fingerprint of its files (`data/fingerprint.py`).
+
+    `split` is "all" where `--split` shares it out; `size` is the `.bin`'s in bytes; `index` and `blocks` are xxh3-128;
+    `sha256` of the whole `.bin`, empty where no sidecar says it.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    split: str
+    weight: float | None
+    prefix: str
+    size: int
+    index: str
+    blocks: str
+    sha256: str = ""
+
+
 class Manifest(BaseModel):
     """What a checkpoint holds. `samples` is the global data cursor; `tokens` is samples × sequence length.
 
@@ -66,6 +86,7 @@ class Manifest(BaseModel):
     layout: dict[str, int] = {}
     versions: dict[str, str] = {}
     hashes: dict[str, str] = {}
+    data: tuple[DataFile, ...] | None = None  # in the order of the blends; None: saved before they were looked at
     training: dict[str, Any] = {}  # arguments that change what is learnt, as JSON primitives
     states: tuple[str, ...] = ()  # what the checkpoint carries beside the weights
     files: dict[str, FileEntry] = {}
@@ -75,7 +96,7 @@ class Manifest(BaseModel):
     def _stay_inside(cls, files: dict[str, FileEntry]) -> dict[str, FileEntry]:
         for name in files:
             if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts or "\0" in name:
-                raise ValueError(f"{name!r} is no name of a file in the checkpoint")
+                raise ValueError(f"{brief(name)} is no name of a file in the checkpoint")
         return files
 
     @property
@@ -88,12 +109,12 @@ class Manifest(BaseModel):
 class Problem:
     """Why a folder can't be loaded: the file's name in it and one sentence."""
 
-    kind: Literal["incomplete", "missing", "size", "checksum", "unreadable", "schema"]
+    kind: Literal["incomplete", "missing", "size", "checksum", "unreadable", "schema", "unsafe"]
     file: str
     message: str
 
     def __str__(self) -> str:
-        return f"{self.file}: {self.message}"
+        return said(f"{self.file}: {self.message}")
 
 
 # --- writing ----------------------------------------------------------------------------------------------------------
@@ -111,7 +132,7 @@ def fingerprints_name(rank: int | Literal["*"]) -> str:
 def file_names(folder: Path) -> list[str]:
     """Every file below the folder but our own and temporary ones, sorted, with `/` between parts."""
     names = (path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
-    return sorted(name for name in names if name not in OWN_FILES and not name.startswith(".stability-"))
+    return sorted(name for name in names if name not in OWN_FILES and not name.startswith(files.TEMPORARY))
 
 
 def share(names: Iterable[str], rank: int, world: int) -> list[str]:
@@ -201,7 +222,7 @@ def _size(path: Path) -> int:
 
 def _hash(path: Path, sync: bool, tell: OnBytes) -> FileEntry:
     digest, size = xxhash.xxh3_128(), 0
-    with path.open("rb", buffering=0) as stream:
+    with files.open_regular(path) as stream:
         buffer = memoryview(bytearray(min(CHUNK, max(1, os.fstat(stream.fileno()).st_size))))
         while count := stream.readinto(buffer):
             digest.update(buffer[:count])
@@ -216,7 +237,7 @@ def begin(folder: Path) -> None:
     """Take away the marker before the folder's files are written anew."""
     if (folder / MARKER).exists():
         (folder / MARKER).unlink()
-        sync_folder(folder)
+        files.sync_folder(folder)
 
 
 def write(folder: Path, manifest: Manifest) -> None:
@@ -231,10 +252,11 @@ def write(folder: Path, manifest: Manifest) -> None:
     """
     text = json.dumps(strict(manifest.model_dump(mode="json")), allow_nan=False, indent=1, sort_keys=True).encode()
     begin(folder)
-    for inner in {(folder / name).parent for name in manifest.files} | {folder}:
-        sync_folder(inner)
-    write_atomically(folder / MANIFEST, text)
-    write_atomically(folder / MARKER, _seal(text))
+    inside = {folder / parent for name in manifest.files for parent in PurePosixPath(name).parents}
+    for each in inside | {folder, folder.parent}:  # a folder is named in the one around it
+        files.sync_folder(each)
+    files.write_atomically(folder / MANIFEST, text)
+    files.write_atomically(folder / MARKER, _seal(text))
 
 
 def _seal(manifest: bytes) -> bytes:
@@ -257,25 +279,28 @@ def check(folder: Path) -> tuple[Manifest | None, list[Problem]]:
     if manifest is not None:
         for name, entry in manifest.files.items():
             try:
-                size = (folder / name).stat().st_size
+                found = (folder / name).stat()
+                files.refuse_special(folder / name, found)
             except OSError as error:
                 missing = isinstance(error, FileNotFoundError | NotADirectoryError)
                 problems.append(_unreadable(name, error) if not missing else Problem("missing", name, "is missing"))
                 continue
-            if size != entry.size:
-                problems.append(Problem("size", name, f"has {size} bytes, and had {entry.size} when it was saved"))
+            if found.st_size != entry.size:
+                problems.append(
+                    Problem("size", name, f"has {found.st_size} bytes, and had {entry.size} when it was saved")
+                )
     return manifest, problems
 
 
 def _believed(folder: Path) -> tuple[Manifest | None, list[Problem]]:
     try:
-        marker = (folder / MARKER).read_bytes()
+        marker = files.read_bytes(folder / MARKER, files.SMALL)
     except FileNotFoundError:
         return None, [Problem("incomplete", MARKER, "is missing: the save did not finish, or was not made with us")]
     except OSError as error:
         return None, [_unreadable(MARKER, error)]
     try:
-        text = (folder / MANIFEST).read_bytes()
+        text = files.read_bytes(folder / MANIFEST)
     except FileNotFoundError:
         return None, [Problem("missing", MANIFEST, "is missing")]
     except OSError as error:
@@ -320,7 +345,18 @@ def verify(
             problems.append(_unreadable(name, entry))
         elif entry != manifest.files[name]:
             problems.append(Problem("checksum", name, "has other bytes than when it was saved (wrong checksum)"))
+        elif PurePosixPath(name).name == dcp_metadata.FILE:
+            problems += _unsafe(folder, name)
     return sorted(problems, key=lambda problem: problem.file)
+
+
+def _unsafe(folder: Path, name: str) -> list[Problem]:
+    """The bytes are those that were saved, but by whom."""
+    try:
+        found = dcp_metadata.problem(folder / name)
+    except OSError as error:
+        return [_unreadable(name, error)]
+    return [] if found is None else [Problem("unsafe", name, found)]
 
 
 def read(folder: Path) -> Manifest:

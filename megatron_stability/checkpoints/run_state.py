@@ -10,6 +10,7 @@ file atomically at every change of `status`:
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,6 +19,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from megatron_stability import files
 from megatron_stability.checkpoints.lineage import Place
 from megatron_stability.errors import UsageError
+from megatron_stability.ledger.entries import Said, strict
 
 FILE = "state.json"
 SCHEMA = 1
@@ -52,7 +54,7 @@ class RunState(BaseModel):
     schema_version: int = SCHEMA
     status: Literal["running", "rewind", "halt"] = "running"
     step: int = 0  # of the decision, 1-based
-    reason: str = ""
+    reason: Said = ""
     exit_code: int | None = None  # of the worker, where it ends by the decision
     rewound: Rewound | None = None
     attempt: Attempt | None = None
@@ -67,7 +69,7 @@ def read(folder: Path) -> RunState | None:
     """
     path = folder / FILE
     try:
-        return RunState.model_validate_json(path.read_bytes())
+        return RunState.model_validate_json(files.read_bytes(path))
     except FileNotFoundError:
         return None
     except (OSError, ValidationError):
@@ -81,4 +83,5 @@ def write(folder: Path, state: RunState) -> None:
         OSError: it can't be written.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    files.write_atomically(folder / FILE, state.model_dump_json(indent=1).encode())
+    text = json.dumps(strict(state.model_dump(mode="json")), indent=1, allow_nan=False)
+    files.write_atomically(folder / FILE, text.encode())

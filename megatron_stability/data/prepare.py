@@ -28,8 +28,10 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from megatron_stability import __version__
 from megatron_stability.data import tokenizers
 from megatron_stability.data.sources import DEFAULT_PATTERNS, Document, Source, discover, documents
+from megatron_stability.data.splits import fitting
 from megatron_stability.data.tokenizers import Ids, Tokenizer
 from megatron_stability.errors import EXIT_FINE, UsageError
+from megatron_stability.ledger.entries import strict
 
 BIN, IDX, PROVENANCE, META = ".bin", ".idx", ".provenance.jsonl", ".meta.json"
 MAX_DOCUMENT_TOKENS = 2**31 - 1  # the index keeps lengths as int32
@@ -49,6 +51,7 @@ class Options:
         max_bytes: take whole documents in order while their text stays within this many bytes.
         workers: threads that encode; the result does not depend on it.
         overwrite: replace a data set of the same prefix.
+        follow_links: take files that a link in a folder leads to, out of that folder too.
     """
 
     tokenizer: Path | None = None
@@ -60,6 +63,7 @@ class Options:
     max_bytes: int | None = None
     workers: int = 1
     overwrite: bool = False
+    follow_links: bool = False
 
 
 @dataclass(frozen=True)
@@ -93,6 +97,7 @@ class _Counts:
     empty_documents: int = 0
     tokens: int = 0
     text_bytes: int = 0
+    largest_id: int = -1
 
 
 class Index(Protocol):
@@ -130,15 +135,16 @@ def prepare(
     options = options or Options()
     _check(options)
     tokenizer = tokenizers.load(options.tokenizer, options.eod_token)
-    sources = discover([Path(given) for given in inputs], options.patterns, options.exclude)
+    sources = discover([Path(given) for given in inputs], options.patterns, options.exclude, options.follow_links)
     target = Path(prefix)
-    flags = ["--data-path", str(target), *tokenizers.training_flags(tokenizer)]
     try:  # what can't be read is told by the sources; any other failure is the output's
         _check_target(target, options.overwrite, str(prefix).endswith("/"))
         target.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".prepare-data-", dir=target.parent) as folder:
             built = Path(folder) / "data"
             counts = _build(sources, built, tokenizer, open_index, options)
+            flags = ["--data-path", str(target), *tokenizers.training_flags(tokenizer)]
+            flags += ["--split", fitting(counts.documents)]  # Megatron's default leaves a split of few documents empty
             _write_meta(built, [str(given) for given in inputs], tokenizer, options, counts, flags)
             _publish(built, target)
     except OSError as error:
@@ -195,6 +201,7 @@ def _build(
                 provenance.write(json.dumps(_provenance(counts.documents, document, tokens.size)) + "\n")
                 counts.documents += 1
                 counts.tokens += tokens.size
+                counts.largest_id = max(counts.largest_id, int(tokens.max()))
                 counts.text_bytes += len(document.text)
         if counts.documents == 0:
             raise UsageError(_nothing(options))
@@ -274,7 +281,7 @@ def _write_meta(
         "sha256": {suffix: _sha256(Path(f"{built}{suffix}")) for suffix in (BIN, IDX, PROVENANCE)},
         "training_flags": flags,
     }
-    Path(f"{built}{META}").write_text(json.dumps(meta, indent=2) + "\n", encoding="utf-8")
+    Path(f"{built}{META}").write_text(json.dumps(strict(meta), indent=2) + "\n", encoding="utf-8")
 
 
 def _sha256(path: Path) -> str:
@@ -312,6 +319,9 @@ def parser() -> argparse.ArgumentParser:
     flags.add_argument("--max-bytes", type=int, metavar="N", help="stop before the document that would pass N bytes")
     flags.add_argument("--workers", type=int, default=1, metavar="N", help="threads that encode (default: 1)")
     flags.add_argument("--overwrite", action="store_true", help="replace a data set of the same prefix")
+    flags.add_argument(
+        "--follow-links", action="store_true", help="take files that links in folders lead to, out of them"
+    )
     flags.add_argument("--json", action="store_true", help="print the summary as JSON")
     return flags
 
@@ -337,6 +347,7 @@ def run(argv: list[str], open_index: OpenIndex) -> int:
         max_bytes=args.max_bytes,
         workers=args.workers,
         overwrite=args.overwrite,
+        follow_links=args.follow_links,
     )
     summary = prepare(args.inputs, args.output, open_index, options)
     if args.json:

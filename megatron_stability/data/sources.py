@@ -4,12 +4,15 @@ A document keeps the place of its bytes, so that any later token can be traced t
 """
 
 import fnmatch
+import io
 import json
 import os
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron_stability import files
 from megatron_stability.errors import UsageError
 
 JSONL_SUFFIXES = (".jsonl", ".ndjson")
@@ -56,24 +59,27 @@ class Document:
         return str(self.source.file) if self.line is None else f"{self.source.file}:{self.line}"
 
 
-def discover(inputs: Sequence[Path], patterns: Sequence[str], exclude: Sequence[str]) -> list[Source]:
+def discover(
+    inputs: Sequence[Path], patterns: Sequence[str], exclude: Sequence[str], follow_links: bool = False
+) -> list[Source]:
     """All input files: the inputs in the order given, a folder's files sorted by relative path.
 
     Args:
         inputs: files and folders.
         patterns: shell patterns for the file names (or relative paths) to take from a folder.
         exclude: shell patterns for relative paths of files and folders to leave out of a folder.
+        follow_links: whether a link in a folder may lead out of it.
 
     Returns:
         The files, empty ones too.
 
     Raises:
-        UsageError: an input is missing or cannot be read, or a folder has no file that fits.
+        UsageError: an input is missing or cannot be read, a folder has no file that fits, or a link leads out of it.
     """
     sources: list[Source] = []
     for index, given in enumerate(inputs):
         if given.is_dir():
-            found = sorted(_walk(given, patterns, exclude))
+            found = sorted(_walk(given, patterns, exclude, follow_links))
             if not found:
                 raise UsageError(f"{given} has no file that fits --pattern {' '.join(patterns)}; give another pattern.")
             sources += [Source(index, name, given / name, (given / name).stat().st_size) for name in found]
@@ -84,8 +90,8 @@ def discover(inputs: Sequence[Path], patterns: Sequence[str], exclude: Sequence[
     return sources
 
 
-def _walk(root: Path, patterns: Sequence[str], exclude: Sequence[str]) -> Iterator[str]:
-    """Relative paths of the files below `root` that fit; excluded folders are not entered."""
+def _walk(root: Path, patterns: Sequence[str], exclude: Sequence[str], follow_links: bool) -> Iterator[str]:
+    """Relative paths of the files below `root` that fit; excluded folders and links to folders are not entered."""
 
     def unreadable(error: OSError) -> None:
         raise UsageError(f"folder {error.filename} cannot be read ({error.strerror}); mend its permissions.") from error
@@ -96,7 +102,18 @@ def _walk(root: Path, patterns: Sequence[str], exclude: Sequence[str]) -> Iterat
         for name in names:
             path = (here / name).as_posix()
             if _fits(path, patterns) and not _fits(path, exclude) and (root / path).is_file():
+                if not follow_links:
+                    _refuse_link_out(root, path)
                 yield path
+
+
+def _refuse_link_out(root: Path, path: str) -> None:
+    """A folder that somebody else filled may hold a link to what was never meant to be trained on."""
+    if (root / path).is_symlink() and not (root / path).resolve().is_relative_to(root.resolve()):
+        raise UsageError(
+            f"{root / path} is a link that leads out of {root}; leave it out with --exclude {path}, or give "
+            "--follow-links to read what it leads to"
+        )
 
 
 def _fits(path: str, patterns: Sequence[str]) -> bool:
@@ -119,11 +136,11 @@ def documents(source: Source, jsonl_key: str) -> Iterator[Document]:
     """
     try:
         if source.file.suffix not in JSONL_SUFFIXES:
-            data = source.file.read_bytes()
+            data = files.read_bytes(source.file, sys.maxsize)
             yield Document(source, 0, len(data), None, data)
             return
         offset = 0
-        with source.file.open("rb") as lines:
+        with io.BufferedReader(files.open_regular(source.file)) as lines:
             for number, line in enumerate(lines, start=1):
                 raw = line.rstrip(b"\r\n")
                 if raw.strip():

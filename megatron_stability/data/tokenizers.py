@@ -5,13 +5,13 @@ vocabulary size and the end-of-document id, stands in for any of them.
 """
 
 import hashlib
-import json
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from megatron_stability import files
 from megatron_stability.errors import UsageError
 
 Ids = npt.NDArray[np.int64]
@@ -81,7 +81,7 @@ class SentencePieceTokenizer:
 
         self._processor: Any = SentencePieceProcessor()
         try:
-            self._processor.LoadFromSerializedProto(file.read_bytes())
+            self._processor.LoadFromSerializedProto(files.read_bytes(file))
         except RuntimeError as error:
             raise UsageError(f"--tokenizer {file} is not a SentencePiece model ({error}).") from error
         self.vocab_size: int = self._processor.GetPieceSize()
@@ -127,7 +127,7 @@ def load(file: Path | None, eod_token: str | None) -> Tokenizer:
 
 def describe(tokenizer: Tokenizer, file: Path | None) -> dict[str, Any]:
     """What the sidecar keeps of the tokenizer: kind, file name and SHA-256, vocabulary size, EOD id."""
-    identity = {} if file is None else {"file": file.name, "sha256": hashlib.sha256(file.read_bytes()).hexdigest()}
+    identity = {} if file is None else {"file": file.name, "sha256": hashlib.sha256(files.read_bytes(file)).hexdigest()}
     return {"kind": tokenizer.kind, **identity, "vocab_size": tokenizer.vocab_size, "eod_id": tokenizer.eod_id}
 
 
@@ -146,7 +146,10 @@ def _eos_token_beside(file: Path) -> str | None:
     if not config.is_file():
         return None
     try:
-        token = json.loads(config.read_text(encoding="utf-8")).get("eos_token")
-    except (ValueError, AttributeError) as error:
+        token = files.read_json(config).get("eos_token")
+    except (OSError, ValueError, AttributeError) as error:
         raise UsageError(f"{config} is not a JSON object; mend it, or name the token with --eod-token.") from error
-    return token["content"] if isinstance(token, dict) else token
+    token = token.get("content") if isinstance(token, dict) else token
+    if not isinstance(token, str | None):
+        raise UsageError(f"{config}: its eos_token is no token; mend it, or name the token with --eod-token.")
+    return token

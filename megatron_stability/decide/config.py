@@ -94,6 +94,7 @@ class Decide(Section):
     skip_samples: tuple[tuple[int, int], ...] = Field(
         (), description="[[first, last], ...] sample indexes, last exclusive: steps that would read one are passed over"
     )
+    quiet_steps: int = Field(50, ge=1, description="steps without a verdict of its detector that end an episode")
     gate: Gate = Gate()
 
     @field_validator("skip_samples")

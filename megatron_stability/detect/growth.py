@@ -172,4 +172,4 @@ class HeldOut(BaselineDetector):
 
     def load_baseline(self, state: dict[str, Any]) -> None:
         """The inverse."""
-        self.best = {str(name): float(loss) for name, loss in state["best"].items()}
+        self.best = {name: float(loss) for name, loss in state["best"].items()}

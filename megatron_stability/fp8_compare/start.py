@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from megatron_stability import files
 from megatron_stability.errors import EXIT_FINE, EXIT_HALTED, UsageError
 from megatron_stability.ledger.entries import FILE
 
@@ -102,7 +103,7 @@ def runs(options: argparse.Namespace, flags: Sequence[str]) -> list[Path]:
         command += ["--tensorboard-dir", str(folder / "tensorboard"), *more[name]]
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            log = (folder / "log.txt").open("w", encoding="utf-8")
+            log = files.open_log(folder / "log.txt")
         except OSError as error:
             raise UsageError(f"--out {options.out}: {folder} can't be written ({error.strerror})") from None
         with log:

@@ -15,7 +15,7 @@ import itertools
 import json
 import os
 import re
-import shutil
+import sys
 from collections import deque
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 import xxhash
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from megatron_stability import files
 from megatron_stability.config import Record
 from megatron_stability.errors import UsageError
 from megatron_stability.ledger.entries import StepEntry, step_entry, strict
@@ -37,7 +38,7 @@ SCHEMA = 1
 JSON, TENSORS = "incident.json", "tensors.safetensors"
 STEPS_BEFORE = 20
 _NAME = re.compile(r"incident-(\d+)-g(\d+)(?:-(\d+))?")
-_HIDDEN = re.compile(r"\.(?:incident|removed)-[\d\-g]+")
+_HIDDEN = ".incident-"  # how the names of folders begin that are being written or deleted
 
 
 class Context(BaseModel):
@@ -95,8 +96,8 @@ class Bundles:
         self._before: deque[tuple[StepRecord, Decision, int]] = deque(maxlen=STEPS_BEFORE)
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
-            for left in [path for path in self._folder.iterdir() if _HIDDEN.fullmatch(path.name)]:
-                shutil.rmtree(left)
+            for left in [path for path in self._folder.iterdir() if path.name.startswith((_HIDDEN, ".removed-"))]:
+                files.remove(left)
         except OSError as error:
             raise UsageError(
                 f"{error.filename or folder}: cannot be written ({error.strerror}); give a writable "
@@ -144,21 +145,21 @@ class Bundles:
             rest = {"context": Context(), "before": (), "left_out": (*left_out, reason)}
             text = _json(bundle.model_copy(update=rest))
         name = f"incident-{record.step}-g{generation}"
-        hidden = self._folder / f".{name}"
+        hidden = files.temporary_name(self._folder, _HIDDEN)
         hidden.mkdir()
         try:
             _write(hidden / JSON, text)
             if tensors:
                 _write(hidden / TENSORS, tensors)
-            _sync(hidden)
+            files.sync_folder(hidden)
             names = itertools.chain([name], (f"{name}-{number}" for number in itertools.count(2)))
             # a name is taken only where a ledger was moved away and its generations began anew
             free = next(one for one in names if not os.path.lexists(self._folder / one))
             hidden.rename(self._folder / free)
         except BaseException:
-            shutil.rmtree(hidden)
+            files.remove(hidden)
             raise
-        _sync(self._folder)
+        files.sync_folder(self._folder)
 
     def _serialized(self, record: StepRecord, limit: int) -> tuple[bytes, list[str]]:
         tensors = self._tensors(record) if self._tensors else {}
@@ -173,9 +174,10 @@ class Bundles:
 
     def _prune(self) -> None:
         for path in bundles(self._folder)[: -self._limits.max_bundles]:
-            hidden = path.with_name(f".removed-{path.name.removeprefix('incident-')}")
+            hidden = files.temporary_name(self._folder, _HIDDEN)
             path.rename(hidden)
-            shutil.rmtree(hidden)
+            files.sync_folder(self._folder)  # before its files go: a name that came back would be of half a bundle
+            files.remove(hidden)
 
 
 def bundles(folder: str | Path) -> list[Path]:
@@ -210,7 +212,7 @@ def read_bundle(path: str | Path) -> Bundle:
     """
     file = Path(path) / JSON
     try:
-        bundle = Bundle.model_validate_json(file.read_bytes())
+        bundle = Bundle.model_validate_json(files.read_bytes(file))
     except OSError as error:
         raise UsageError(f"{file}: cannot be read ({error.strerror}); name an incident-<step>-g<n> folder") from None
     except ValidationError as error:
@@ -242,14 +244,18 @@ def read_tensors(path: str | Path) -> dict[str, torch.Tensor]:
         return {}
     file = Path(path) / TENSORS
     try:
-        data = file.read_bytes()
+        data = files.read_bytes(file, sys.maxsize)
     except OSError as error:
         raise UsageError(f"{file}: cannot be read ({error.strerror}); restore the bundle from a copy") from None
     if xxhash.xxh64_hexdigest(data) != digest:
         raise UsageError(f"{file}: is damaged (wrong checksum); restore the bundle from a copy")
+    from safetensors import SafetensorError
     from safetensors.torch import load
 
-    return load(data)
+    try:
+        return load(data)
+    except (SafetensorError, KeyError, ValueError, RuntimeError) as error:
+        raise UsageError(f"{file}: holds no tensors ({error}); restore the bundle from a copy") from None
 
 
 def plain_args(args: Mapping[str, Any]) -> dict[str, Any]:
@@ -280,15 +286,7 @@ def _json(bundle: Bundle) -> bytes:
 
 
 def _write(path: Path, data: bytes) -> None:
-    with path.open("xb") as file:
+    with files.open_new(path) as file:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
-
-
-def _sync(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

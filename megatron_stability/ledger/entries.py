@@ -5,12 +5,14 @@
 {"kind":"undo", ...,"x":"..."}    a resume or rewind undid what came after
 {"kind":"save", ...,"x":"..."}    a checkpoint of a step is about to be written
 {"kind":"end", ...,"x":"..."}    the process leaves the loop before its last step
+{"kind":"episode", ...,"x":"..."}    verdicts of a detector that belong together: opened, worse, or over
 {"kind":"attention", ...,"x":"..."}    largest logit, entropy and clip of every layer and head after a step
 """
 
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,16 +20,19 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import xxhash
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
+from megatron_stability import files
+from megatron_stability.echo import masked, said
 from megatron_stability.errors import UsageError
-from megatron_stability.records import Action, Decision, StepRecord, Verdict, encode_float
+from megatron_stability.records import Action, Change, Decision, StepRecord, Tier, Verdict, encode_float
 
 SCHEMA = 1
 FILE = "ledger.jsonl"
 _MARK = b',"x":"'
 _CHECKSUM_LENGTH = len(_MARK) + 16 + len(b'"}')
 
+Said = Annotated[str, AfterValidator(said)]  # shown to people: short, without control characters and secrets
 Fate = Literal["trained", "skipped", "halted"]
 
 
@@ -47,10 +52,10 @@ class RunEntry(Entry):
     schema_version: int
     resumed_step: int
     resumed_sample: int
-    mode: str = ""
-    versions: dict[str, str] = {}
+    mode: Said = ""
+    versions: dict[str, Said] = {}
     layout: dict[str, int] = {}
-    data: dict[str, str] = {}  # seed, and what identifies the data; equal for runs that may be compared
+    data: dict[str, Said] = {}  # seed, and what identifies the data; equal for runs that may be compared
     trimmed_bytes: int = 0  # of a torn last line, removed at this opening
 
 
@@ -71,7 +76,7 @@ class StepEntry(Entry):
     fate: Fate
     action: Action
     advised: Action
-    reason: str = ""
+    reason: Said = ""
     parameters: dict[str, float] = {}
     verdicts: tuple[Verdict, ...] = ()
     nonfinite_losses: int = 0
@@ -98,7 +103,7 @@ class UndoEntry(Entry):
     kind: Literal["undo"] = "undo"
     from_step: int
     from_sample: int
-    reason: str = ""
+    reason: Said = ""
 
 
 class SaveEntry(Entry):
@@ -114,7 +119,7 @@ class EndEntry(Entry):
     kind: Literal["end"] = "end"
     step: int
     code: int
-    reason: str
+    reason: Said
 
 
 class AttentionEntry(Entry):
@@ -131,7 +136,23 @@ class AttentionEntry(Entry):
     max_gain_l: tuple[float, ...]
 
 
-AnyEntry = RunEntry | StepEntry | UndoEntry | SaveEntry | EndEntry | AttentionEntry
+class EpisodeEntry(Entry):
+    """An episode as it is after a change; the fields of `Episode`."""
+
+    kind: Literal["episode"] = "episode"
+    change: Change
+    incident: int
+    detector: str
+    first_step: int
+    last_step: int
+    tier: Tier
+    value: float
+    threshold: float
+    verdicts: int
+    reason: Said
+
+
+AnyEntry = RunEntry | StepEntry | UndoEntry | SaveEntry | EndEntry | AttentionEntry | EpisodeEntry
 _ENTRIES: TypeAdapter[AnyEntry] = TypeAdapter(Annotated[AnyEntry, Field(discriminator="kind")])
 
 
@@ -161,6 +182,12 @@ class LedgerView:
     def attention(self) -> tuple[AttentionEntry, ...]:
         """The tables of all layers and heads."""
         return tuple(entry for entry in self.entries if isinstance(entry, AttentionEntry))
+
+    @cached_property
+    def episodes(self) -> tuple[EpisodeEntry, ...]:
+        """Each episode as it was last, in the order in which they opened; undone ones too."""
+        last = {(e.incident, e.detector, e.first_step): e for e in self.entries if isinstance(e, EpisodeEntry)}
+        return tuple(last.values())
 
     @cached_property
     def surviving(self) -> tuple[StepEntry, ...]:
@@ -215,7 +242,7 @@ def read(folder: str | Path) -> LedgerView:
     """
     path = Path(folder) / FILE
     try:
-        data = path.read_bytes()
+        data = files.read_bytes(path, sys.maxsize)
     except OSError as error:
         raise UsageError(f"{path}: cannot be read ({error.strerror}); name the folder of a run's ledger") from None
     entries, whole = parse(data, path)
@@ -265,15 +292,19 @@ def step_entry(record: StepRecord, decision: Decision, generation: int) -> StepE
 
 
 def strict(value: Any) -> Any:
-    """A value for strict JSON: floats through `encode_float`, texts as valid Unicode, at any depth."""
+    """A value for strict JSON, at any depth: without secrets, floats through `encode_float`, texts as valid Unicode."""
+    return _strict(masked(value))
+
+
+def _strict(value: Any) -> Any:
     if isinstance(value, float):
         return encode_float(value)
     if isinstance(value, str):
         return value.encode(errors="replace").decode()  # a lone surrogate, as in an undecodable path, is not JSON
     if isinstance(value, dict):
-        return {strict(key): strict(item) for key, item in value.items()}
+        return {_strict(key): _strict(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [strict(item) for item in value]
+        return [_strict(item) for item in value]
     return value
 
 

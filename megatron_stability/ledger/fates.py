@@ -20,11 +20,11 @@ class Interval:
     first: int
     last: int
     fate: Literal["trained", "skipped"]
-    reason: str = ""
-    generation: int = 1
-    first_step: int = 0
-    last_step: int = 0
-    undone: bool = False
+    reason: str
+    generation: int
+    first_step: int
+    last_step: int
+    undone: bool
 
     @property
     def samples(self) -> int:

@@ -11,13 +11,13 @@ import dataclasses
 import fcntl
 import os
 import socket
-import stat
 import time
 import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from megatron_stability import files
 from megatron_stability.errors import UsageError
 from megatron_stability.ledger.entries import (
     FILE,
@@ -25,6 +25,7 @@ from megatron_stability.ledger.entries import (
     AnyEntry,
     AttentionEntry,
     EndEntry,
+    EpisodeEntry,
     LedgerView,
     RunEntry,
     SaveEntry,
@@ -34,7 +35,7 @@ from megatron_stability.ledger.entries import (
     read,
     step_entry,
 )
-from megatron_stability.records import AttentionTable, Decision, StepRecord
+from megatron_stability.records import AttentionTable, Change, Decision, Episode, StepRecord
 
 __all__ = ["Ledger", "LedgerView", "RunInfo", "read"]
 
@@ -128,7 +129,7 @@ class Ledger:
             )
         )
         self.flush()
-        _sync_folder(self._path.parent)
+        files.sync_folder(self._path.parent)
 
     def write(self, record: StepRecord, decision: Decision) -> None:
         """Append one finished step; on stable storage before it returns unless the step was a plain APPLY.
@@ -148,6 +149,10 @@ class Ledger:
     def write_attention(self, table: AttentionTable) -> None:
         """Append a table of all layers and heads."""
         self._write(AttentionEntry(generation=self.generation, **dataclasses.asdict(table)))
+
+    def write_episode(self, change: Change, episode: Episode) -> None:
+        """Append what became of an episode."""
+        self._write(EpisodeEntry(generation=self.generation, change=change, **dataclasses.asdict(episode)))
 
     def saving(self, step: int) -> None:
         """Note that a checkpoint of `step` is about to be written, and put everything on stable storage."""
@@ -210,16 +215,12 @@ class Ledger:
 def _open(path: Path, flags: int) -> int:
     """A regular file in an existing or new folder; a symbolic link is refused, so nothing lands elsewhere."""
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(path, os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK | flags, 0o644)
+        files.make_folder(path.parent)
+        return files.open_own(path, os.O_RDWR | flags)
     except OSError as error:
         raise UsageError(
             f"{path}: cannot be opened for writing ({error.strerror}); give a writable --stability-record-dir"
         ) from None
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise UsageError(f"{path}: is not a regular file; give another --stability-record-dir")
-    return descriptor
 
 
 def _take(lock: int, path: Path) -> None:
@@ -242,14 +243,6 @@ def _read_all(file: int) -> bytes:
     with os.fdopen(os.dup(file), "rb") as stream:
         stream.seek(0)
         return stream.read()
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _close(ledger: Ledger | None) -> None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import base64
 import binascii
-import json
 import math
+import sys
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron_stability import files
 from megatron_stability.errors import UsageError
 
 FILE = "sketch.jsonl"
@@ -39,16 +40,16 @@ def read(folder: Path) -> dict[int, Sketch]:
         UsageError: a line is damaged, unless it is the last and torn.
     """
     path = folder / FILE
-    if not path.exists():
-        return {}
     try:
-        lines = path.read_text(encoding="utf-8").split("\n")
+        lines = files.read_bytes(path, sys.maxsize).decode().split("\n")
+    except FileNotFoundError:
+        return {}
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"{path}: cannot be read ({error}); move it away to compare without it") from None
     found = {}
     for number, line in enumerate(lines, start=1):
         try:
-            fields = json.loads(line) if number < len(lines) else None  # what follows the last line feed is torn
+            fields = files.parse_json(line) if number < len(lines) else None  # what follows the last line feed is torn
             if fields is not None:
                 rows = (_rows(fields[name], fields["k"]) for name in ("weights", "gradients"))
                 found[int(fields["step"])] = Sketch(tuple(fields["cut"]), *rows)

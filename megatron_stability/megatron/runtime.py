@@ -10,7 +10,7 @@ import dataclasses
 import json
 from argparse import Namespace
 from collections.abc import Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +18,14 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.num_microbatches_calculator import get_current_global_batch_size
-from megatron.core.utils import get_model_config
 from megatron.training import print_rank_last
 
 from megatron_stability import detect
 from megatron_stability.act.scale import Scale
 from megatron_stability.config import StabilityConfig
+from megatron_stability.decide.episodes import Episodes
 from megatron_stability.decide.policy import TablePolicy
+from megatron_stability.echo import said
 from megatron_stability.errors import EXIT_HALTED, EXIT_REWIND, UsageError
 from megatron_stability.ledger.bundle import Bundles
 from megatron_stability.ledger.ledger import Ledger
@@ -33,14 +34,15 @@ from megatron_stability.megatron.access import optimizer_state
 from megatron_stability.megatron.access.host import Host
 from megatron_stability.megatron.checkpoint.checkpoints import Checkpoints
 from megatron_stability.megatron.checkpoint.rewind import Rewinds
+from megatron_stability.megatron.checkpoint.run_files import RunFiles
 from megatron_stability.megatron.model import init
 from megatron_stability.megatron.model.loss import HeadLoss, real_vocab_size
 from megatron_stability.megatron.observers import hooks as weight_hooks
+from megatron_stability.megatron.observers import losses
 from megatron_stability.megatron.observers.batches import skip_ahead
-from megatron_stability.megatron.observers.held_out import HeldOutHook
 from megatron_stability.megatron.observers.log_z import LogZHook
 from megatron_stability.megatron.patching import install_digest
-from megatron_stability.megatron.run_info import bundle_context, run_info
+from megatron_stability.megatron.run_info import bundle_context, opening, run_info
 from megatron_stability.megatron.writers import MegatronWriters
 from megatron_stability.observe.reduction import LocalSignals, Reduction, chained
 from megatron_stability.pipeline import Pipeline, Sink
@@ -48,7 +50,6 @@ from megatron_stability.records import Action, Decision, StepRecord
 
 STATE_KEY = "megatron_stability"
 SCALED = {Action.SCALE_LR: "lr", Action.SCALE_WEIGHT_DECAY: "weight_decay"}
-_NO_LOSSES = torch.zeros(0, 2)
 
 
 class Runtime:
@@ -63,6 +64,7 @@ class Runtime:
             host: the loop around the core; by default Megatron's own.
 
         Attributes:
+            files: the run's data and tokenizer files.
             host: as given.
             sinks: told of every finished step, on every rank; more may be appended before training begins.
             model: Megatron's list of model chunks, from `train_begins` on.
@@ -71,10 +73,12 @@ class Runtime:
         assert config.mode != "off", "mode off installs no runtime"
         self.config = config
         self._args, self.host = args, host or Host()
-        self.checkpoints = Checkpoints(config, args, self.host)
+        self.files = RunFiles(config, args)
+        self.checkpoints = Checkpoints(config, args, self.files, self.host)
         self.rewinds = Rewinds(config, args, self.checkpoints)
         self.sinks: list[Sink] = []
         self._ledger: Ledger | None = None
+        self._writers: MegatronWriters | None = None
         self._reduction: Reduction | None = None
         self._forward_state: optimizer_state.ForwardState | None = None
         self._weight_hooks: list[weight_hooks.WeightHook] = []
@@ -82,20 +86,23 @@ class Runtime:
         self._scales = {action: Scale() for action in SCALED}
         self._scaled_groups = optimizer_state.ScaledGroups()
         self._log_z: LogZHook | None = None
-        self._losses_n2 = _NO_LOSSES
+        self._losses_n2 = losses.NONE
         self._grad_amax: torch.Tensor | None = None
         self.model: list[Any] = []
         self.optimizer: Any = None
         self._step: tuple[StepRecord, Decision] | None = None
         self._incidents = 0
+        self._applied = False  # whether this process has applied an update
         self._history = 0  # of this process: ranks begin alike
         self._ahead: StepRecord | None = None  # with the score of the batch after it
         self._evidence: dict[str, torch.Tensor] = {}  # of the step that is not applied, for its bundle
+        detectors = detect.build(config.detect)
         self._pipeline: Pipeline[LocalSignals] = Pipeline(
             observe=self._observe,
-            detectors=detect.build(config.detect),
+            detectors=detectors,
             policy=TablePolicy(config.decide, config.mode),
             sinks=self.sinks,
+            episodes=Episodes(detectors, config.decide.quiet_steps),
         )
 
     @property
@@ -122,12 +129,13 @@ class Runtime:
 
     def train_begins(self, model: list[Any], optimizer: Any, opt_param_scheduler: Any) -> None:
         """Collective: ranks compare what is installed, then the ledger opens at the resumed step."""
-        self.checkpoints.train_begins(model, optimizer)
+        self.checkpoints.train_begins(model, optimizer, opt_param_scheduler)
         self.rewinds.refuse_a_loop(self.ledger_folder())
         device = torch.device("cuda", torch.cuda.current_device()) if _on_gpu() else torch.device("cpu")
         group = dist.group.WORLD
         self.model, self.optimizer = model, optimizer
-        install_digest.compare(group, self.config, complaint=self._make_hooks(device) or self._open_ledger())
+        complaint = install_digest.missing_names() or self._make_hooks(device) or self._open_ledger()
+        install_digest.compare(group, self.config, complaint)
         self.rewinds.train_begins(
             (model, optimizer, opt_param_scheduler),
             self.ledger_folder(),
@@ -143,34 +151,28 @@ class Runtime:
         self._pipeline = self._pipeline.without(idle)
         self._forward_state = optimizer_state.ForwardState(model)
         curves = self.config.observe.attention.head_curves
-        self.sinks.append(MegatronWriters(self.host, self.config.record.tensorboard, curves))
-        print_rank_last(f"> megatron-stability: mode {self.config.mode}, ledger in {self.ledger_folder()}")
+        self._writers = MegatronWriters(self.host, self.config.record.tensorboard, curves)
+        self.sinks.append(self._writers)
+        for line in opening(self.config, self.ledger_folder()):
+            print_rank_last(said(f"> megatron-stability: {line}"))
 
     def _make_hooks(self, device: torch.device) -> str | None:
         """The complaint, if this rank has a layer that can't be hooked, is for every rank to raise."""
         model = self.config.model
         try:
-            where = self.ledger_folder(), self._args, self.rewinds.data, self.host
-            self._weight_hooks = weight_hooks.build(
-                self.config, self.model, self.optimizer, device, *where, lambda: self.checkpoints.extra_states
-            )
+            what = self.config, self.model, self.optimizer, device, self.ledger_folder(), self._args, self.rewinds.data
+            loaded = partial(getattr, self.checkpoints, "extra_states")
+            self._weight_hooks = weight_hooks.build(*what, self.host, self.files, loaded)
             if self._args.iteration > 0:
                 self._load_hook_states()
             if model.changes_loss:
                 speaks = parallel_state.get_tensor_model_parallel_rank() == 0
                 self._log_z = LogZHook(self.head_loss, model.z_loss, speaks)
                 self._weight_hooks.append(self._log_z)
-            self._report_initial_deviations()
+            init.report_a_new_run(self.model, model, self._args)
         except UsageError as error:
             return str(error)
         return None
-
-    def _report_initial_deviations(self) -> None:
-        """A table from one rank of each pipeline stage, before the first step of a new run."""
-        ranks = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_data_parallel_rank()
-        if self.config.model.init.report and self._args.iteration == 0 and ranks == (0, 0):
-            table = init.report(self.model, get_model_config(self.model[0]), self.config.model)
-            print(f"> megatron-stability: standard deviations, rank {self.rank}\n{table}", flush=True)
 
     def _open_ledger(self) -> str | None:
         """On rank 0, at the resumed step; the complaint, if it can't be, is for every rank to raise."""
@@ -203,8 +205,12 @@ class Runtime:
         return Path(self._args.save or ".") / "stability"
 
     def close(self) -> None:
-        """Wait for a checkpoint that is being completed, and close the ledger."""
+        """Wait for a checkpoint that is being completed, let go of the data, and close the ledger."""
         self.checkpoints.close()
+        self.rewinds.data.close()
+        if self._writers is not None:
+            self._writers.close()
+            self._writers = None
         if self._ledger is not None:
             self._ledger.close()
             self._ledger = None
@@ -213,9 +219,7 @@ class Runtime:
 
     def evaluated(self, suffix: str, losses: dict[str, torch.Tensor]) -> None:
         """A validation set's losses, for the next step's record."""
-        for hook in self._weight_hooks:
-            if isinstance(hook, HeldOutHook):
-                hook.evaluated(suffix, losses)
+        weight_hooks.evaluated(self._weight_hooks, suffix, losses)
 
     def passes_over(self, data_iterator: Any) -> bool:
         """Draw and drop a step's samples if they are not to be trained on; the same on every rank."""
@@ -225,14 +229,14 @@ class Runtime:
         decision = skip_ahead(self._pipeline, self._ahead, self._args.consumed_train_samples, self.rewinds.pass_over)
         if decision is not None:
             self._incidents += 1
-            print_rank_last(f" stability: step {decision.step} SKIP, not computed: {decision.reason}")
+            print_rank_last(said(f" stability: step {decision.step} SKIP, not computed: {decision.reason}"))
         return self.rewinds.passes_over(data_iterator, self.sinks)
 
     def step_begins(self) -> None:
         """Keep what a forward and backward will change and a skip must put back."""
         assert self._forward_state is not None, "train_begins was not called: is patch 006-train-loop applied?"
         self._forward_state.keep()
-        self._losses_n2 = _NO_LOSSES
+        self._losses_n2 = losses.NONE
         self._step = None
         for hook in self._weight_hooks:
             hook.step_begins(self._args.curr_iteration + 1)
@@ -240,15 +244,14 @@ class Runtime:
     def losses_ready(self, losses_reduced: Sequence[dict[str, Any]]) -> None:
         """Keep this rank's micro-batch losses if it is the one that speaks for them, and look at its gradients."""
         self._grad_amax = optimizer_state.grad_amax(self.model)
-        if losses_reduced and parallel_state.get_tensor_model_parallel_rank() == 0:
-            key = "lm loss" if "lm loss" in losses_reduced[0] else next(iter(losses_reduced[0]))
-            self._losses_n2 = torch.stack([_sum_and_tokens(losses[key]) for losses in losses_reduced])
+        self._losses_n2 = losses.of_micro_batches(losses_reduced)
 
     def update_allowed(self, optimizer: Any, grad_norm: Any) -> bool:
         """The gate. Collective: what the weight hooks reduce, then one all-gather."""
         if optimizer_state.has_no_norm_of_its_own(optimizer):
             grad_norm = optimizer.get_grad_norm()  # collective over the optimizer's own group, as if it clipped
         record, decision = self._step = self._pipeline.decide(self._local(grad_norm))
+        weight_hooks.judge(self._weight_hooks, record)
         if decision.action in self._scales:
             factor, steps = decision.parameters["factor"], int(decision.parameters["steps"])
             self._scales[decision.action].begin(record.step, factor, steps)
@@ -264,6 +267,7 @@ class Runtime:
         if self._step is None:  # fp16: the loss scaler rejected the gradient before the gate, on every rank alike
             self._step = self._pipeline.decide(self._local(grad_norm=None, overflow=True))
         record, decision = self._step
+        self._applied = self._applied or bool(update_successful)
         if not decision.updates_weights:
             assert self._forward_state is not None
             self._forward_state.restore()
@@ -285,39 +289,48 @@ class Runtime:
                     sink.write_attention(table)
         if decision.advised is not Action.APPLY or decision.action is not Action.APPLY:
             self._incidents += 1
-            print_rank_last(f" stability: step {record.step} {_verb(decision)}: {decision.reason}")
 
     def exit_after_step(self, should_checkpoint: bool, should_exit: bool, exit_code: int) -> tuple[bool, bool, int]:
         """A halt leaves the loop before the step is counted; the last good checkpoint stays the newest. Collective."""
+        if not self._applied:  # and the next save may come first
+            optimizer_state.begin_state(self.optimizer)
         if self._step is None or self._step[1].action not in (Action.REWIND, Action.HALT):
             if should_exit:
-                self._ending(exit_code, evidence.RERUN_VERDICTS.get(exit_code, "Megatron's train_step asked for it"))
+                self.ending(exit_code, evidence.RERUN_VERDICTS.get(exit_code, "Megatron's train_step asked for it"))
             return should_checkpoint, should_exit, exit_code
-        record, decision = self._step
-        reason = decision.reason
+        (record, decision), reason = self._step, self._step[1].reason
         if decision.action is Action.REWIND:
             outcome = self.rewinds.carry_out(record, decision, self._load_own_state)
             if outcome == "rewound":
                 self._load_hook_states()
+                if self._writers is not None:
+                    self._writers.rewound(self._args.iteration)
                 if self._ledger is not None:
                     self._ledger.rewind(self._args.iteration, self._args.consumed_train_samples, reason)
                 return False, False, 0
             if outcome == "restart":
-                self._ending(EXIT_REWIND, reason)
+                self.ending(EXIT_REWIND, reason)
                 return False, True, EXIT_REWIND
             reason = f"there is no complete checkpoint to rewind to; {reason}"
-            print_rank_last(f" stability: step {record.step} HALT: {reason}")
-        self._ending(EXIT_HALTED, reason)
+            print_rank_last(said(f" stability: step {record.step} HALT: {reason}"))
+        self.ending(EXIT_HALTED, reason)
         self.rewinds.halted(record.step, reason)
         return self.checkpoints.halted(record.step, reason), True, EXIT_HALTED
 
-    def _ending(self, code: int, reason: str) -> None:
+    def ending(self, code: int, reason: str) -> None:
+        """Why the run ends, into the ledger if it is open."""
         if self._ledger is not None:
             self._ledger.ending(self._args.curr_iteration, code, reason)
 
-    def log_string(self) -> str:
-        """Fields for Megatron's log line."""
-        incidents = f" stability incidents: {self._incidents:3d} |"
+    def log_string(self, sums: dict[str, Any]) -> str:
+        """Fields for Megatron's log line.
+
+        Args:
+            sums: of the losses since the last line, beside Megatron's counts of steps.
+        """
+        losses.leave_out_those_of_no_step(sums)
+        episodes = len(self._pipeline.episodes.open)
+        incidents = f" stability incidents: {self._incidents:3d} | open episodes: {episodes:2d} |"
         if self._log_z is None or self._step is None:
             return incidents
         return incidents + self._log_z.log_string(self._step[0].signals)
@@ -385,15 +398,3 @@ class Runtime:
 
 def _on_gpu() -> bool:
     return dist.get_backend() == "nccl"
-
-
-def _sum_and_tokens(value: torch.Tensor) -> torch.Tensor:
-    """[2] (summed loss in nats, valid tokens) of one micro-batch; a plain mean counts as one token."""
-    value = value.detach().reshape(-1)
-    return value if value.numel() == 2 else torch.stack([value[0], torch.ones_like(value[0])])
-
-
-def _verb(decision: Decision) -> str:
-    if decision.action is decision.advised:
-        return decision.action.upper()
-    return f"{decision.action.upper()} (would {decision.advised.upper()})"

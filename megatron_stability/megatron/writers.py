@@ -1,9 +1,19 @@
-"""Scalars through Megatron's own TensorBoard and W&B writers."""
+"""Scalars and texts through Megatron's own TensorBoard and W&B writers, and episodes on Megatron's log.
+
+Steps that come again after a rewind are told apart there.
+"""
 
 from __future__ import annotations
 
+from collections import Counter
+from typing import Any
+
+from megatron.training import print_rank_last
+
+from megatron_stability.decide.episodes import sentence
+from megatron_stability.echo import said
 from megatron_stability.megatron.access.host import Host
-from megatron_stability.records import AttentionTable, Decision, StepRecord
+from megatron_stability.records import Action, AttentionTable, Change, Decision, Episode, StepRecord
 from megatron_stability.report.attention_curves import curves
 
 
@@ -13,25 +23,70 @@ class MegatronWriters:
     def __init__(self, host: Host, enabled: bool, head_curves: bool) -> None:
         """`host` has the writers; the rest as `record.tensorboard` and `observe.attention.head_curves` say."""
         self._host, self._enabled, self._head_curves = host, enabled, head_curves
+        self._generation = 0  # rewinds of this process
+        self._open: set[str] = set()
+        self._step = 0
+        self._count: Counter[str] = Counter()  # of the episodes that opened, by detector
+        self._worst: dict[str, Episode] = {}
 
     def write(self, record: StepRecord, decision: Decision) -> None:
-        """Loss, norm and what was decided, at this step; NaN is written as NaN."""
+        """A line on what was done, if something was; loss, norm and action at this step, NaN as NaN."""
+        self._step = record.step
+        if decision.advised is not Action.APPLY or decision.action is not Action.APPLY:
+            print_rank_last(said(f" stability: step {record.step} {decision.told}: {decision.reason}"))
         if not self._enabled:
             return
         scalars = {
+            "stability/generation": float(self._generation),
             "stability/loss": record.loss,
             "stability/grad-norm": record.grad_norm,
             "stability/action": float(decision.action.precedence),
             "stability/advised": float(decision.advised.precedence),
             "stability/verdicts": float(len(decision.verdicts)),
+            "stability/open-episodes": float(len(self._open)),
         } | {f"stability/{name}": value for name, value in record.signals.items()}
         self._write(scalars, record.step)
+
+    def rewound(self, step: int) -> None:
+        """The steps after `step` come again.
+
+        TensorBoard shows the last row of a step. W&B takes no row of a step that it has passed, from Megatron neither:
+        its run is finished with a note of what was undone, and another one of the same group goes on.
+        """
+        self._generation += 1
+        _, wandb = self._host.writers()
+        if wandb is not None and wandb.run is not None:
+            _next_run(wandb, step, self._generation)
 
     def write_attention(self, table: AttentionTable) -> None:
         """Curves of each layer, and of each head where they are asked for."""
         if self._enabled:
             scalars = {f"stability/{name}": value for name, value in curves(table, self._head_curves).items()}
             self._write(scalars, table.step)
+
+    def write_episode(self, change: Change, episode: Episode) -> None:
+        """A line on the log, and a text at the step."""
+        (self._open.discard if change is Change.CLOSED else self._open.add)(episode.detector)
+        self._count[episode.detector] += change is Change.OPENED
+        worst = self._worst.get(episode.detector)
+        if worst is None or episode.tier.severity >= worst.tier.severity:
+            self._worst[episode.detector] = episode
+        text = sentence(change, episode)
+        print_rank_last(said(f" stability: step {self._step} episode: {text}"))
+        if not self._enabled:
+            return
+        writer, wandb = self._host.writers()
+        if writer is not None:
+            writer.add_text("stability/episodes", text, self._step)
+        if wandb is not None:
+            wandb.log({"stability/episodes": text}, self._step)
+
+    def close(self) -> None:
+        """The last word: each detector that spoke, how often, and at its worst."""
+        for detector, worst in sorted(self._worst.items(), key=lambda item: -item[1].tier.severity):
+            still = ", still open" if detector in self._open else ""
+            times = f"{self._count[detector]} episode{'s' * (self._count[detector] != 1)}{still}"
+            print_rank_last(said(f" stability: {detector}: {times}; worst ({worst.tier}): {worst.reason}"))
 
     def _write(self, scalars: dict[str, float], step: int) -> None:
         writer, wandb = self._host.writers()
@@ -40,3 +95,24 @@ class MegatronWriters:
                 writer.add_scalar(name, value, step)
         if wandb is not None:
             wandb.log(scalars, step)
+
+
+def _next_run(wandb: Any, step: int, generation: int) -> None:
+    """Finish W&B's run, and begin the one that goes on from `step`; offline where the server can't be reached."""
+    run = wandb.run
+    first_name = str(run.name).partition(" (generation ")[0]
+    settings = {
+        "project": run.project,
+        "entity": run.entity or None,
+        "group": run.group or first_name,
+        "name": f"{first_name} (generation {generation}, from step {step})",
+        "dir": run.settings.root_dir,
+        "config": dict(run.config) | {"stability_rewound": {"run": run.id, "to_step": step}},
+    }
+    run.summary["stability/undone_after_step"] = step
+    run.finish()
+    try:
+        wandb.init(**settings)
+    except wandb.errors.Error as error:
+        print(f"> megatron-stability: W&B goes on offline after the rewind: {error}", flush=True)
+        wandb.init(mode="offline", **settings)

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch.distributed as dist
 from megatron.bridge.models.gpt_provider import local_layer_spec
-from megatron.bridge.training.config import ConfigContainer, MockGPTDatasetConfig
+from megatron.bridge.training.config import ConfigContainer, GPTDatasetConfig, MockGPTDatasetConfig
 from megatron.bridge.training.state import GlobalState
 from megatron.bridge.utils.vocab_utils import calculate_padded_vocab_size
 
@@ -166,15 +166,38 @@ class BridgeArgs(Namespace):
 
     @property
     def data_path(self) -> list[str] | None:
-        """Prefixes of the data files of all splits."""
-        return _prefixes(getattr(self.container.dataset, "blend", None))
+        """The blend of all splits, as Megatron's flag takes it; Bridge makes it of `dataset.data_path` late."""
+        dataset = self.container.dataset
+        paths = dataset.data_path if isinstance(dataset, GPTDatasetConfig) and not dataset.blend else None
+        if not paths:
+            return _words(getattr(dataset, "blend", None))
+        return paths.split() if isinstance(paths, str) else [str(path) for path in paths]
 
     @property
     def train_data_path(self) -> list[str] | None:
-        """Prefixes of the training files, where splits have files of their own."""
+        """The blend of the training split, where splits have blends of their own."""
+        return self._blend_of(0)
+
+    @property
+    def valid_data_path(self) -> list[str] | None:
+        """As `train_data_path`, of validation."""
+        return self._blend_of(1)
+
+    @property
+    def test_data_path(self) -> list[str] | None:
+        """As `train_data_path`, of the test split."""
+        return self._blend_of(2)
+
+    def _blend_of(self, split: int) -> list[str] | None:
         blends = getattr(self.container.dataset, "blend_per_split", None)
-        return _prefixes(blends[0]) if blends else None
+        return _words(blends[split]) if blends else None
 
 
-def _prefixes(blend: Any) -> list[str] | None:
-    return [str(prefix) for prefix in blend[0]] if blend else None
+def _words(blend: Any) -> list[str] | None:
+    """Prefixes, each behind its weight where there are weights."""
+    if not blend:
+        return None
+    prefixes, weights = [str(prefix) for prefix in blend[0]], blend[1]
+    if weights is None:
+        return prefixes
+    return [word for weight, prefix in zip(weights, prefixes, strict=True) for word in (str(weight), prefix)]

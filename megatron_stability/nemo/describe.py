@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from megatron_stability import detect
 from megatron_stability.config import StabilityConfig
+from megatron_stability.echo import secret_names
 from megatron_stability.nemo.bridge_args import BridgeArgs
 
 
@@ -27,6 +28,11 @@ def active(stability: StabilityConfig, args: BridgeArgs) -> Iterator[str]:
     if stability.qk_clip.enabled:
         yield f"QK-clip: tau {stability.qk_clip.tau:g}, measured by {stability.qk_clip.measure}"
     yield f"FP8: {_fp8(stability, args)}"
+    for name in secret_names(args.container.to_dict()):
+        yield (
+            f"{name} holds a secret: it is left out of what the plugin writes, but Bridge itself writes it into its "
+            "log and into run_config.yaml of every checkpoint; give it to its library by an environment variable"
+        )
     save = args.container.checkpoint.save
     proven = "with manifest and verification" if stability.checkpoint.manifest else "without a manifest"
     yield (

@@ -20,6 +20,7 @@ from megatron.bridge.models.gpt_provider import (
     transformer_engine_layer_spec,
 )
 from megatron.bridge.training import train
+from megatron.bridge.training.callbacks import Callback
 from megatron.bridge.training.config import ConfigContainer, TensorInspectConfig
 from megatron.bridge.training.gpt_step import forward_step
 from megatron.bridge.training.mixed_precision import get_mixed_precision_config
@@ -27,6 +28,7 @@ from megatron.bridge.utils.instantiate_utils import register_allowed_target_pref
 from megatron.training import print_rank_0
 
 from megatron_stability.config import StabilityConfig
+from megatron_stability.echo import said
 from megatron_stability.errors import UsageError
 from megatron_stability.megatron import arguments, cpu
 from megatron_stability.megatron.access import handle
@@ -35,9 +37,10 @@ from megatron_stability.megatron.model import layer_specs, settings
 from megatron_stability.megatron.observers import hooks
 from megatron_stability.megatron.runtime import Runtime
 from megatron_stability.megatron.start import faults
+from megatron_stability.megatron.start.input_checks import check_data
 from megatron_stability.nemo import describe, injection
 from megatron_stability.nemo.bridge_args import BridgeArgs
-from megatron_stability.nemo.loop import BridgeHost, StabilityCallback
+from megatron_stability.nemo.loop import BridgeHost, DataCallback, StabilityCallback
 from megatron_stability.records import Action
 
 MANAGER = "megatron_stability.nemo.checkpoint_manager.StabilityCheckpointManager"
@@ -49,7 +52,7 @@ FP8_STATISTICS = ("underflows%", "scale_inv_min", "scale_inv_max", "mse")
 class Attached:
     """What goes into Bridge's `pretrain(container, forward_step, callbacks)`."""
 
-    callbacks: list[StabilityCallback]
+    callbacks: list[Callback]
     forward_step: Callable[..., Any]
     lines: tuple[str, ...]
 
@@ -90,11 +93,14 @@ def attach(container: ConfigContainer, stability: StabilityConfig, drill_fault: 
 
     def before_training() -> None:
         for line in lines:
-            print_rank_0(f"> megatron-stability: {line}")
+            print_rank_0(said(f"> megatron-stability: {line}"))
         put_back()
 
     step = injection.inject(args) if drill_fault else forward_step
-    return Attached([StabilityCallback(args, before_training)], step, (*describe.active(stability, args), *lines))
+    callbacks: list[Callback] = [StabilityCallback(args, before_training)]
+    if container.train.num_epochs is None:
+        callbacks.append(DataCallback())
+    return Attached(callbacks, step, (*describe.active(stability, args), *lines))
 
 
 @contextlib.contextmanager
@@ -139,6 +145,7 @@ def refuse_inactive(container: ConfigContainer, stability: StabilityConfig) -> N
     with in_its_words(BridgeHost(args)):
         settings.refuse_what_cannot_work(stability, args)
         refuse_inactive_fp8(stability.fp8, stability.mode, args)
+        check_data(args)
 
 
 def _refuse_what_cannot_work(stability: StabilityConfig, args: BridgeArgs) -> None:
@@ -205,6 +212,9 @@ def _set(stability: StabilityConfig, args: BridgeArgs) -> list[str]:
         )
     if container.rerun_state_machine.rerun_mode == "disabled" and stability.record.batch:
         lines.append("rerun_state_machine.rerun_mode is disabled: incident bundles hold neither tokens nor generators")
+    lost = arguments.lost_by_a_signal(args)
+    if lost:
+        lines.append(BridgeHost(args).in_its_words(lost))
     return lines + _inspect_tensors(stability, args)
 
 

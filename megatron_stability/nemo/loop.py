@@ -18,6 +18,8 @@ from megatron_stability.nemo.bridge_args import BridgeArgs
 
 _KEYS = MappingProxyType(
     {tree.flag(path): ".".join(("stability", *path)) for path, _ in tree.leaves()}
+    | {f"--{split}-data-path": "dataset.blend_per_split" for split in ("train", "valid", "test")}
+    | {"--data-path": "dataset.data_path", "--split": "dataset.split", "--vocab-size": "tokenizer.vocab_size"}
     | {"--fp8-format": "mixed_precision (fp8)", "--num-experts": "model.num_moe_experts"}
 )
 
@@ -113,11 +115,23 @@ class StabilityCallback(Callback):
         """A validation set's losses."""
         seams.evaluated("", dict(context.total_loss_dict or {}))
 
+    def on_test_end(self, context: CallbackContext) -> None:
+        """The test set's losses."""
+        seams.evaluated("", dict(context.total_loss_dict or {}))
+
     def on_checkpoint_save(self, context: CallbackContext) -> None:
         """Every byte of the oldest save under way is written, on all ranks."""
         manager = _manager()
         if manager is not None:
             manager.written()
+
+
+class DataCallback(Callback):
+    """Judges the data; one of its own, for Bridge refuses it beside `train.num_epochs`, which no blend goes with."""
+
+    def on_data_init_start(self, context: CallbackContext) -> None:
+        """Before any data set is built. Collective."""
+        seams.data_begins()
 
 
 def _manager() -> Manager | None:

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from megatron_stability.config import StabilityConfig
+from megatron_stability.echo import masked, said
 from megatron_stability.errors import EXIT_FINE, UsageError
 from megatron_stability.megatron.access.speaks import speaks
 from megatron_stability.megatron.start.parser import OneSentenceParser
@@ -170,7 +171,8 @@ def show(job: Job, world: int, out: TextIO) -> None:
     container, stability = built.container, built.stability
     merged = {key: value for key, value in container.to_dict().items() if key != "_target_"}
     with safe_yaml_representers():
-        out.write(yaml.safe_dump(merged | {"stability": stability.model_dump(mode="json")}, sort_keys=True))
+        shown = masked(merged | {"stability": stability.model_dump(mode="json")})
+        out.write(yaml.safe_dump(shown, sort_keys=True))
     spec = container.model.transformer_layer_spec
     lines = [
         f"ranks: {world}" + (", CPU backend (a dry run of the numerics: no CUDA kernels, TE, FP8)" if job.cpu else ""),
@@ -186,7 +188,7 @@ def show(job: Job, world: int, out: TextIO) -> None:
         attached.close()
     checks = container.rerun_state_machine.check_for_nan_in_loss, container.ddp.check_for_nan_in_grad
     lines.append(f"NaN checks of Bridge, which end a run: loss {checks[0]}, gradients {checks[1]}")
-    out.writelines(f"# {line}\n" for line in lines)
+    out.writelines(f"# {said(line)}\n" for line in lines)
 
 
 def _precision(container: Any) -> str:

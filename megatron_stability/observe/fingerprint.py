@@ -15,6 +15,7 @@ CHUNK = 1 << 20  # 8-byte words mixed at once: the temporary memory is a few tim
 BLOCK = 1 << 22  # bytes of a host tensor that are hashed and searched before the next: they stay in the cache
 _GOLDEN = -7046029254386353131  # 2^64 / golden ratio, odd, as int64
 _LOW = 0xFFFFFFFF
+_NO_SIGN_ON_NAN = (torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)  # whose NaN is the code of -0
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +82,42 @@ def mixed(tensor: torch.Tensor) -> torch.Tensor:
     return total
 
 
+@torch.no_grad()
+def mixed_and_amax(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """`mixed` and `amax` in one reading, by a kernel: the same values.
+
+    Args:
+        tensor: any shape and dtype, on a GPU, or anywhere under Triton's interpreter.
+
+    Returns:
+        [] int64 and [] fp64.
+    """
+    raw = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    if raw.numel() < 8 or tensor.dtype in _NO_SIGN_ON_NAN:
+        return mixed(tensor), amax(tensor)
+    from megatron_stability.observe import fingerprint_triton
+
+    if raw.storage_offset() % 8:
+        raw = raw.clone()
+    whole, width = raw.numel() // 8 * 8, tensor.dtype.itemsize if tensor.dtype.is_floating_point else 0
+    found = fingerprint_triton.launch(raw[:whole].view(torch.int64), width, _signed(2 * _GOLDEN))
+    total = found[0] + _signed(raw.numel() * _GOLDEN)
+    largest = _magnitude(found[1], tensor.dtype) if width else found.new_zeros((), dtype=torch.float64)
+    if whole < raw.numel():
+        tail = raw.new_zeros(8)
+        tail[: raw.numel() - whole] = raw[whole:]
+        total += _mixed(tail.view(torch.int64), total.new_zeros(1), whole // 8)
+        if width:
+            rest = amax(tail.view(tensor.dtype))
+            largest = torch.where(rest.isnan() | (rest > largest), rest, largest)
+    return total, largest
+
+
+def _magnitude(code: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """[] fp64 of a float's code without its sign."""
+    return code.reshape(1).view(dtype)[0].double()  # little-endian: the code is the first element
+
+
 def _mixed(words: torch.Tensor, places: torch.Tensor, start: int) -> torch.Tensor:
     """[] int64 of one chunk that begins at word `start`; `places`: 2·golden·(0, 1, ...), so that m_i is odd."""
     first = _signed(start * 2 * _GOLDEN + 1)
@@ -142,9 +179,10 @@ def begin(named: Iterable[tuple[str, torch.Tensor]]) -> Callable[[], dict[str, F
         Waits for the fingerprints; with two copies to the host in all.
     """
     found = dict(named)
-    # fp32 weights are their own masters, and need be looked at once only
-    places = {name: (t.device, t.data_ptr(), t.dtype, t.shape, t.stride()) for name, t in found.items()}
-    tensors = {places[name]: tensor for name, tensor in found.items()}
+    # fp32 weights are their own masters, and need be looked at once only; the same by identity, for an address of 0
+    # is that of every wrapper subclass and of every empty tensor
+    places = {name: id(tensor) for name, tensor in found.items()}
+    tensors = {id(tensor): tensor for tensor in found.values()}
     on_the_host = all(tensor.device.type == "cpu" for tensor in tensors.values())
     wait = _on_the_host(tensors.values()) if on_the_host else _on_devices(tensors.values())
 
@@ -157,8 +195,8 @@ def begin(named: Iterable[tuple[str, torch.Tensor]]) -> Callable[[], dict[str, F
 
 def _on_devices(tensors: Collection[torch.Tensor]) -> Callable[[], list[Fingerprint]]:
     device = next(tensor.device for tensor in tensors if tensor.device.type != "cpu")
-    all_bits = torch.stack([bits(tensor).to(device) for tensor in tensors])
-    all_amax = torch.stack([amax(tensor).to(device) for tensor in tensors])
+    pairs = [(bits(each), amax(each)) if each.device.type != "cuda" else mixed_and_amax(each) for each in tensors]
+    all_bits, all_amax = (torch.stack([one.to(device) for one in column]) for column in zip(*pairs, strict=True))
     return lambda: [Fingerprint(b, a) for b, a in zip(all_bits.tolist(), all_amax.tolist(), strict=True)]
 
 

@@ -64,7 +64,7 @@ def curves(runs: Sequence[RunView]) -> go.Figure:
     span = [step for run in runs for step in (*run.steps[:1], *run.steps[-1:])] or [0, 1]
     figure.update_xaxes(range=[min(span) - 1, max(span) + 1])
     figure.update_layout(height=820 + 24 * len(runs), hovermode="closest")
-    return _styled(figure)
+    return styled(figure)
 
 
 def samples(runs: Sequence[RunView]) -> go.Figure | None:
@@ -105,7 +105,7 @@ def samples(runs: Sequence[RunView]) -> go.Figure | None:
     figure.update_layout(barmode="overlay", height=150 + 52 * len(rows), hovermode="closest")
     figure.update_xaxes(title_text="sample index in the global order", exponentformat="none", separatethousands=True)
     figure.update_yaxes(type="category", autorange="reversed")
-    return _styled(figure)
+    return styled(figure)
 
 
 def thin(steps: Sequence[int], values: Sequence[float], limit: int = POINTS) -> Iterator[tuple[int, float | None]]:
@@ -314,10 +314,10 @@ def _hover(run: RunView, step: StepEntry) -> str:
     fate = "" if step.fate == "trained" else f", {step.fate}"
     head = f"<b>{escape(run.name)}, step {step.step}</b> (generation {step.generation}{fate})"
     numbers = f"loss {step.loss:.4g}, gradient norm {step.grad_norm:.4g}"
-    return f"{head}<br>{escape(_wrapped(step.reason)).replace(chr(10), '<br>')}<br>{numbers}"
+    return f"{head}<br>{escape(wrapped(step.reason)).replace(chr(10), '<br>')}<br>{numbers}"
 
 
-def _wrapped(text: str, width: int = 70) -> str:
+def wrapped(text: str, width: int = 70) -> str:
     lines = [""]
     for word in text.split():
         if lines[-1] and len(lines[-1]) + len(word) >= width:
@@ -346,11 +346,11 @@ def _fate_rows(run: RunView) -> Iterator[tuple[str, str, list[tuple[int, int, st
 
 def _interval_hover(first: int, last: int, fate: str, interval: Any) -> str:
     steps = f"steps {interval.first_step} to {interval.last_step}, generation {interval.generation}"
-    reason = f"<br>{escape(_wrapped(interval.reason)).replace(chr(10), '<br>')}" if interval.reason else ""
+    reason = f"<br>{escape(wrapped(interval.reason)).replace(chr(10), '<br>')}" if interval.reason else ""
     return f"<b>{fate}</b>: {last - first:,} samples, {first:,} to {last - 1:,}<br>{steps}{reason}"
 
 
-def _styled(figure: go.Figure) -> go.Figure:
+def styled(figure: go.Figure) -> go.Figure:
     """Transparent, so that the page's light or dark colours show; the page's script sets text and grid colours."""
     figure.update_layout(
         template="none",

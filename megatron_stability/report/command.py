@@ -99,7 +99,7 @@ def _page(runs: Sequence[RunView], title: str) -> str:
     import jinja2
     import plotly.offline
 
-    from megatron_stability.report import charts
+    from megatron_stability.report import charts, episode_chart
 
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("megatron_stability", "report"),
@@ -109,7 +109,7 @@ def _page(runs: Sequence[RunView], title: str) -> str:
         lstrip_blocks=True,
     )
     environment.filters.update(number=summary.number, tone=_tone)
-    samples = charts.samples(runs)
+    samples, episodes = charts.samples(runs), episode_chart.episodes(runs)
     script = f"<script>{plotly.offline.get_plotlyjs()}</script>"
     return environment.get_template("report.html").render(
         title=title,
@@ -120,6 +120,7 @@ def _page(runs: Sequence[RunView], title: str) -> str:
         colours=charts.RUN_COLOURS,
         limit=ROWS,
         curves=script + _div(charts.curves(runs)),
+        episodes=_div(episodes) if episodes else "",
         samples=_div(samples) if samples else "",
     )
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from megatron_stability import files
+from megatron_stability.echo import masked_values
 from megatron_stability.errors import UsageError
 
 
@@ -57,13 +59,8 @@ def replace(flag: str, path: Path, text: str) -> None:
     Raises:
         UsageError: it can't be written; nothing of it is left.
     """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            temporary.write_text(text, encoding="utf-8", errors="replace")
-            os.replace(temporary, path)
-        finally:
-            temporary.unlink(missing_ok=True)
+        files.write_atomically(path, masked_values(text).encode(errors="replace"))
     except OSError as error:
         raise UsageError(f"{flag} {path}: cannot be written ({error.strerror}); give a writable file") from None

@@ -7,11 +7,21 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from megatron_stability.ledger.entries import FILE, LedgerView, RunEntry, StepEntry, UndoEntry, read
+from megatron_stability.detect import DETECTORS
+from megatron_stability.echo import said
+from megatron_stability.ledger.entries import FILE, EpisodeEntry, LedgerView, RunEntry, StepEntry, UndoEntry, read
 from megatron_stability.ledger.fates import Finding, Interval, audit, count, history
 from megatron_stability.records import Action, encode_float
+
+
+class Curve(NamedTuple):
+    """A signal over the steps of the surviving trajectory at which it was measured."""
+
+    name: str
+    steps: Sequence[int]
+    values: Sequence[float]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +39,8 @@ class RunView:
     learning_rate: Sequence[float]
     withheld: frozenset[int] = frozenset()  # steps of the curves whose update did not reach the weights
     decisions: Sequence[StepEntry] = ()  # other than a plain APPLY; undone ones too
+    episodes: Sequence[EpisodeEntry] = ()  # undone ones too
+    judged: Mapping[str, Curve] = field(default_factory=dict)  # by detector with an episode: what it judged
     resumes: Sequence[int] = ()  # the steps after which a later generation went on
     intervals: Sequence[Interval] | None = None
     findings: Sequence[Finding] = ()
@@ -58,13 +70,15 @@ class RunView:
         nested = folder / "stability"
         view = read(nested if not (folder / FILE).exists() and (nested / FILE).exists() else folder)
         return cls(
-            name=name or folder.resolve().name,
+            name=said(name or folder.resolve().name),
             steps=[step.step for step in view.surviving],
             loss=[step.loss for step in view.surviving],
             grad_norm=[step.grad_norm for step in view.surviving],
             learning_rate=[step.learning_rate for step in view.surviving],
             withheld=frozenset(step.step for step in view.surviving if step.fate != "trained"),
             decisions=view.decisions,
+            episodes=view.episodes,
+            judged={name: _judged(view, name) for name in dict.fromkeys(e.detector for e in view.episodes)},
             resumes=sorted(_resumes(view)),
             intervals=history(view),
             findings=audit(view),
@@ -89,9 +103,29 @@ class RunView:
             "skipped_steps": sum(step.action is Action.SKIP for step in self.decisions),
             "decisions": _by_action(step.action for step in self.decisions),
             "advised_only": _by_action(step.advised for step in self.decisions if step.action is not step.advised),
+            "episodes": [_in_short(episode) for episode in self.episodes],
+            "incidents": len({(episode.generation, episode.incident) for episode in self.episodes}),
             "samples": {**count(self.intervals or ()), **amiss} if known else None,
             "findings": [finding.message for finding in self.findings],
         }
+
+
+_REQUIRES = {detector.name: detector.requires for detector in DETECTORS}
+
+
+def _judged(view: LedgerView, detector: str) -> Curve:
+    """The first of the signals that a detector reads; of one that reads none, loss or gradient norm."""
+    requires = _REQUIRES.get(detector, ())
+    if requires:
+        points = [(step.step, step.signals[requires[0]]) for step in view.surviving if requires[0] in step.signals]
+        return Curve(requires[0], [step for step, _ in points], [value for _, value in points])
+    name = "grad_norm" if "norm" in detector else "loss"
+    return Curve(name, [step.step for step in view.surviving], [getattr(step, name) for step in view.surviving])
+
+
+def _in_short(episode: EpisodeEntry) -> dict[str, Any]:
+    fields = episode.model_dump(mode="json", exclude={"kind", "time"})
+    return fields | {"value": encode_float(episode.value), "threshold": encode_float(episode.threshold)}
 
 
 def _by_action(actions: Iterable[Action]) -> dict[str, int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -33,6 +34,7 @@ def table(runs: Sequence[RunView]) -> Table:
         ("steps skipped", "skipped_steps"),
     ):
         result.add_row(label, *[number(summary[key]) for summary in summaries])
+    result.add_row("episodes", *[_episodes(run) for run in runs])
     result.add_row("decisions", *[_counts(summary["decisions"]) for summary in summaries])
     if any(summary["advised_only"] for summary in summaries):
         result.add_row("advised only", *[_counts(summary["advised_only"]) for summary in summaries])
@@ -50,6 +52,16 @@ def number(value: Any) -> str:
         return f"{value:,}"
     text = f"{float(value):.4g}"
     return text.replace("nan", "NaN").replace("inf", "Inf")
+
+
+def _episodes(run: RunView) -> str:
+    """By detector, the gravest first."""
+    worst: dict[str, int] = {}
+    for episode in run.episodes:
+        worst[episode.detector] = max(worst.get(episode.detector, 0), episode.tier.severity)
+    counts = Counter(episode.detector for episode in run.episodes)
+    names = sorted(counts, key=lambda name: -worst[name])
+    return ", ".join(f"{counts[name]} {name.replace('_', ' ')}" for name in names) or "none"
 
 
 def _counts(counts: dict[str, int]) -> str:

@@ -18,7 +18,7 @@ import torch
 from packaging.version import Version
 
 from megatron_stability.errors import UsageError
-from megatron_stability.numerics.fp8.formats import E4M3, E5M2
+from megatron_stability.numerics.fp8.formats import E4M3, E5M2, Fp8Format
 from megatron_stability.sites import Site
 
 OLDEST, NEWEST = Version("2.9"), Version("2.20")
@@ -29,30 +29,78 @@ _SLOTS_OF_A_GEMM = {"scaling_fwd": 3, "scaling_bwd": 2}
 
 @dataclass(frozen=True)
 class TensorState:
-    """Delayed scaling's state of one tensor, on its device.
+    """Where delayed scaling keeps its state of one tensor; nothing is read before it is asked for.
 
     Attributes:
         gemm: 0-based, of the module's.
         tensor: input, weight or grad_output.
-        staged: amax since the last reduction (row 0).
-        amax: newest reduced amax; with a history of 1 TE keeps none, and it is what the scale says.
-        scales: [n] the multipliers, of which this tensor's is at `slot`; TE's own tensor.
+        history: [L, n] TE's own tensor, of which this tensor's column is `slot`.
+        scales: [n] the multipliers; TE's own tensor.
         slot: there.
-        least_normal: of the format.
+        format: that the tensor is quantized to.
+        margin: the recipe's.
     """
 
     gemm: int
     tensor: str
-    staged: torch.Tensor
-    amax: torch.Tensor
+    history: torch.Tensor
     scales: torch.Tensor
     slot: int
-    least_normal: float
+    format: Fp8Format
+    margin: int
+
+    @property
+    def staged(self) -> torch.Tensor:
+        """[] amax since the last reduction (row 0)."""
+        return self.history[0, self.slot]
+
+    @property
+    def amax(self) -> torch.Tensor:
+        """[] newest reduced amax, as `Slots.amax`."""
+        return Slots([self]).amax()[0]
 
     @property
     def scale(self) -> torch.Tensor:
         """[] the multiplier."""
         return self.scales[self.slot]
+
+
+class Slots:
+    """Delayed scaling's state of many tensors, each kind read by one `cat` and one selection.
+
+    Attributes:
+        least_normal: [n] fp32 of each tensor's format.
+    """
+
+    def __init__(self, states: Sequence[TensorState]) -> None:
+        """`states`: at least one; the tensors that they name are held on to."""
+        self._scales = {id(state.scales): state.scales for state in states}
+        self._histories = {id(state.scales): state.history for state in states}
+        starts, start = {}, 0
+        for key, scales in self._scales.items():
+            starts[key], start = start, start + scales.numel()
+        device = states[0].scales.device
+        self._at = torch.tensor([starts[id(state.scales)] + state.slot for state in states], device=device)
+        most = [state.format.max / 2**state.margin for state in states]
+        self._most = torch.tensor(most, device=device)
+        self.least_normal = torch.tensor([state.format.least_normal for state in states], device=device)
+
+    def scale(self, instead: Mapping[int, torch.Tensor] | None = None) -> torch.Tensor:
+        """[n] the multipliers.
+
+        Args:
+            instead: for the identity of a tensor of scales another to read, or 1 where it has none; None: as they are.
+        """
+        parts = self._scales.items()
+        if instead is not None:
+            return torch.cat([instead[key] if key in instead else torch.ones_like(now) for key, now in parts])[self._at]
+        return torch.cat([now for _, now in parts])[self._at]
+
+    def amax(self) -> torch.Tensor:
+        """[n] newest reduced amax; with a history of 1 TE keeps none, and it is what the scale says."""
+        if next(iter(self._histories.values())).shape[0] > 1:
+            return torch.cat([history[-1] for history in self._histories.values()])[self._at]
+        return self._most / self.scale()
 
 
 def version() -> Version:
@@ -178,10 +226,9 @@ def delayed(module: Any, margin: int = 0) -> list[TensorState]:
             if key not in states:
                 continue
             slot = first + gemm * _SLOTS_OF_A_GEMM[key]
-            history, scale = states[key].amax_history, attribute(states[key], "scale")
             fmt = E4M3 if key == "scaling_fwd" or _is_e4m3(module) else E5M2
-            newest = history[-1, slot] if history.shape[0] > 1 else fmt.max / (scale[slot] * 2**margin)
-            found.append(TensorState(gemm, tensor, history[0, slot], newest, scale, slot, fmt.least_normal))
+            history, scales = states[key].amax_history, attribute(states[key], "scale")
+            found.append(TensorState(gemm, tensor, history, scales, slot, fmt, margin))
     return found
 
 

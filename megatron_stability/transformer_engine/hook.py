@@ -89,12 +89,16 @@ class TransformerEngineHook:
         self._seen: tuple[torch.Tensor, torch.Tensor] | None = None
         self._step, self._recalibrates_until, self._stale_skips = 0, 0, 0
         self._kept: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._held: list[int] = []  # identities of the tensors that the slots are in, which the slots keep alive
+        self._slots: adapter.Slots | None = None
+        self._orders = torch.zeros(0, dtype=torch.float64)
         self._samples = sampled.running()
         self._linears = list(_linears(model))
         self._sites: list[Site] = []
         self._sampled_at: list[tuple[str, str]] = []  # the names under which nvdlfw-inspect knows the sites
         for linear in self._linears:
             linear.module.name = linear.key
+            adapter.runs_in_fp8(linear.module)  # raises here, rather than in a step, where this TE has it no more
             for gemm, suffix in enumerate(adapter.gemm_suffixes(linear.module)):
                 self._sites += [linear.site(gemm, tensor) for tensor in TENSORS]
                 self._sampled_at += [(linear.key + suffix, tensor) for tensor in TENSORS]
@@ -122,22 +126,15 @@ class TransformerEngineHook:
     def observe(self) -> Mapping[str, torch.Tensor]:
         """This rank's counts and worst amaxes; collective over the stage in sampled steps."""
         running = [linear for linear in self._linears if adapter.runs_in_fp8(linear.module)]
-        states = [(linear, state) for linear in running for state in adapter.delayed(linear.module, self._run.margin)]
         gemms, fallbacks = len(self._linears), len(self._linears) - len(running)
         signals = {"fp8/gemms": torch.tensor(float(gemms)), "fp8/fallbacks": torch.tensor(float(fallbacks))}
         if self._samples is not None and sampled.wanted(self._step, self._run.sample_every)[0] and self._sites:
             signals |= self._sampled(self._samples, fallbacks)
-        if not states:
+        if (slots := self._slots_of(running)) is None:
             return signals
-        amax, scale = torch.stack([s.amax for _, s in states]), torch.stack([s.scale for _, s in states])
-        places = [linear.site(state.gemm, state.tensor).order for linear, state in states]
-        orders = torch.tensor(places, dtype=torch.float64, device=amax.device)
-        before = {id(now): was for now, was in self._kept}  # TE makes a module's state in its first forward, with 1
-        used = torch.stack(
-            [before[id(s.scales)][s.slot] if id(s.scales) in before else torch.ones_like(s.scale) for _, s in states]
-        )
-        least_normal = torch.tensor([s.least_normal for _, s in states], device=amax.device)
-        self._past = self._past or AmaxHistory(len(states), amax.device)
+        amax, scale, orders = slots.amax(), slots.scale(), self._orders
+        used = slots.scale({id(now): was for now, was in self._kept})  # 1 in a module's first forward, which makes it
+        self._past = self._past or AmaxHistory(len(amax), amax.device)
         self._seen = amax.clone(), scale.clone()
         rise = self._past.rise(amax)
         return (
@@ -145,8 +142,18 @@ class TransformerEngineHook:
             | worst("fp8/amax_rise", rise, orders)
             | worst("fp8/amax_fall", rise.reciprocal(), orders)
             | worst("fp8/scale_age", self._past.age(amax, scale), orders)
-            | binades(amax, used, least_normal, orders)
+            | binades(amax, used, slots.least_normal, orders)
         )
+
+    def _slots_of(self, running: Sequence[_Linear]) -> adapter.Slots | None:
+        """Delayed scaling's state of all modules that run in FP8; None where they keep none. Places are found once."""
+        held = [id(tensor) for linear in running for tensor in adapter.state_tensors(linear.module)]
+        if held != self._held:
+            states = [(each, state) for each in running for state in adapter.delayed(each.module, self._run.margin)]
+            self._held, self._slots = held, adapter.Slots([state for _, state in states]) if states else None
+            places = [each.site(state.gemm, state.tensor).order for each, state in states]
+            self._orders = torch.tensor(places, dtype=torch.float64, device=self._device)
+        return self._slots
 
     def update_done(self, record: StepRecord, updated: bool) -> None:
         """Learn from accepted steps only. A withheld one's state goes back, unless its scales are why it is withheld.

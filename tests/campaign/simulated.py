@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import torch
 
 from megatron_stability.decide.config import Decide
+from megatron_stability.decide.episodes import Episodes
 from megatron_stability.decide.policy import TablePolicy
 from megatron_stability.detect import build
 from megatron_stability.detect.config import Detect, Early, GradNormSpike
@@ -164,11 +165,13 @@ class Rank:
             None, torch.device("cpu"), {"clip_grad": "max", "weights": Replicas((tuple(range(world)),))}
         )
         self.sinks: list[Any] = []
+        detectors = build(Detect(grad_norm_spike=GradNormSpike(warmup_steps=WARM_UP)))
         self.pipeline: Pipeline[torch.Tensor] = Pipeline(
             observe=self.reduction.record,
-            detectors=build(Detect(grad_norm_spike=GradNormSpike(warmup_steps=WARM_UP))),
+            detectors=detectors,
             policy=TablePolicy(Decide(), "act"),
             sinks=self.sinks,
+            episodes=Episodes(detectors, Decide().quiet_steps),
         )
         if state is not None:
             self.pipeline.load_state_dict(json.loads(state))

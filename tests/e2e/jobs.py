@@ -88,7 +88,7 @@ def command_line(flags: tuple[str, ...]) -> tuple[str, ...]:
     model, at = MODEL, MODEL.index("--global-batch-size")
     if "--step-batch-size-schedule" in flags:  # Megatron takes one of the two only
         model = MODEL[:at] + MODEL[at + 2 :]
-    if any(flag.endswith("-data-path") for flag in flags):
+    if any(flag.endswith(("-data-path", "-data-args-path")) for flag in flags):
         model = tuple(flag for flag in model if flag != "--mock-data")
     return (*model, *cpu.FLAGS, *(() if "--fp16" in flags else ("--bf16",)), *flags)
 

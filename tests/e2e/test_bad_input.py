@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from megatron_stability import cli
+from megatron_stability.data import index as data_index
 from megatron_stability.megatron.start import input_checks
 from megatron_stability.megatron.start.job import Job
 from megatron_stability.megatron.start.ranks import without_usage
@@ -109,7 +110,7 @@ def _dataset(folder: Path) -> tuple[Path, Path]:
     data.write_bytes(struct.pack("<5i", *range(5)))
     head = b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, 4, 2, 3)
     index.write_bytes(head + struct.pack("<2i2q3q", 3, 2, 0, 12, 0, 1, 2))
-    input_checks.check_dataset("--data-path", str(folder / "text"))
+    assert data_index.read("--data-path", str(folder / "text")).tokens(0, 2) == 5
     return index, data
 
 
@@ -128,6 +129,28 @@ def test_damaged_data_files(folder: Path, capsys: pytest.CaptureFixture[str], da
         data.write_bytes(data.read_bytes()[:-1])
     said = _refused(folder, capsys, "--data-path", "1.0", "text")
     assert (data.name if damage == "short data" else index.name) in said
+
+
+def test_a_cut_data_set_is_named_whatever_names_it(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Megatron-LM#725, #1343."""
+    _, data = _dataset(folder)
+    data.write_bytes(data.read_bytes()[:-4])
+    (folder / "list").write_text("0.5 text 0.5 text")
+    (folder / "list.json").write_text('{"train": ["text"], "valid": null, "test": null}')
+    for flag, word in (
+        ("--data-args-path", "list"),
+        ("--per-split-data-args-path", "list.json"),
+        ("--train-data-path", "text"),
+    ):
+        said = _refused(folder, capsys, flag, word)
+        assert f"{flag} text: text.bin has 16 bytes where its index says 20" in said
+
+
+def test_a_split_that_megatron_would_wait_for(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _dataset(folder)
+    said = _refused(folder, capsys, "--data-path", "text", "--split", "9999,8,2")
+    assert "--split 9999,8,2: the validation split would be empty, for text has 2 documents" in said
+    assert "give --split 1,1,0" in said
 
 
 def test_an_index_that_cannot_be_read(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -180,6 +203,9 @@ def complaint(context: Context, flags: tuple[str, ...]) -> str | None:
         (("--drill-fault", "nan"), "KIND"),
         (("--fp16", "--stability-mode", "act"), "--fp16"),
         (("--sft",), "--sft"),
+        (("--dataloader-type", "external"), "--dataloader-type external is not carried"),
+        (("--rampup-batch-size", "2", "2", "16"), "--step-batch-size-schedule"),
+        (("--eval-iters", "0"), "--eval-interval is missing"),
         (("stray",), "'stray'"),
     ],
 )

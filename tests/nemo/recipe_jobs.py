@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import pytest
 import yaml
 
 from megatron_stability.errors import UsageError
@@ -37,6 +38,27 @@ def shown(context: Context, file: Path, words: Sequence[str], scale_down: bool) 
     out = io.StringIO()
     pretrain.show(pretrain.Job(file, tuple(words), scale_down, cpu=True), 1, out)
     return yaml.safe_load(out.getvalue()), out.getvalue()
+
+
+def shown_with(context: Context, environment: dict[str, str], file: Path, words: Sequence[str]) -> str:
+    """As `shown`, with these variables set meanwhile: the text, and the settings that a bundle would hold."""
+    from megatron_stability.ledger.bundle import plain_args
+    from megatron_stability.ledger.entries import strict
+    from megatron_stability.megatron.access import handle
+    from megatron_stability.nemo.pretrain import Job
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in environment.items():
+            patch.setenv(name, value)
+        text = shown(context, file, words, False)[1]
+        job = Job(file, tuple(words), cpu=True)
+        attached = job.attach(job.build())
+        try:
+            runtime = handle.installed()
+            assert runtime is not None
+            return text + str(strict(plain_args(runtime.host.arguments(runtime.host.args))))
+        finally:
+            attached.close()
 
 
 def train(context: Context, file: Path, words: Sequence[str], scale_down: bool = False) -> int:

@@ -127,6 +127,30 @@ def test_precedence_is_command_line_over_scale_down_over_yaml_over_recipe(bridge
     assert "# the CPU backend sets dist.distributed_backend: gloo (not nccl)" in text
 
 
+def test_no_secret_of_a_recipe_is_printed_or_bundled(bridge: Pool, tmp_path: Path) -> None:
+    file = tmp_path / "r.yaml"
+    file.write_text(
+        "stability: {mode: act}\ndataset: {mock: true}\ntrain: {train_iters: 5}\n"
+        "model: {num_layers: 2, hidden_size: 32, num_attention_heads: 2, vocab_size: 128}\n"
+        "logger: {comet_api_key: planted-in-the-file, wandb_entity: '${oc.env:SITE_THING}',"
+        " wandb_exp_name: 'run of ${oc.env:SITE_TOKEN}'}\n"
+    )
+    environment = {"SITE_THING": "u7Yq-55xAmZp0", "SITE_TOKEN": "planted-in-a-variable"}
+    text = bridge.run(recipe_jobs.shown_with, environment, file, (), world=1)[0]
+    assert not [secret for secret in (*environment.values(), "planted-in-the-file") if secret in text]
+    assert "comet_api_key: '***'" in text
+    assert "run of ***" in text
+    assert "# logger.comet_api_key holds a secret" in text
+
+
+def test_aliases_that_stand_for_too_much_are_a_sentence(tmp_path: Path) -> None:
+    lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x]"]
+    lines += [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]" for i in range(1, 9)]
+    (tmp_path / "r.yaml").write_text("\n".join([*lines, "mode: *a8"]))
+    with pytest.raises(UsageError, match=r"r\.yaml, line .*: .*its aliases stand for more than"):
+        recipe_file.read(tmp_path / "r.yaml")
+
+
 @pytest.mark.parametrize("file", sorted(EXAMPLES.glob("*.yaml")), ids=lambda file: file.stem)
 def test_shipped_recipes_are_accepted_whole_and_small(bridge: Pool, tmp_path: Path, file: Path) -> None:
     text = file.read_text()

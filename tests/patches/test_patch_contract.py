@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 from patch_tools import contents, copy_targets, stock_megatrons
 
-from megatron_stability.errors import UsageError
 from megatron_stability.megatron.patching import on_disk
 from megatron_stability.megatron.patching.diff import ContextError, read_text
 from megatron_stability.megatron.patching.in_memory import PatchFinder, module_name
@@ -57,21 +56,15 @@ class PatchSetContract:
             with pytest.raises(ContextError):
                 patch_set.apply(file.path, file.patched)
 
-    def test_every_changed_line_of_context_is_noticed(self, root, patches, patch_set):
+    def test_every_changed_line_of_context_is_noticed(self, root, patch_set):
         """In each file, the first line of each hunk in turn."""
         for path in patch_set.paths:
             stock = read_text(root / path) if (root / path).exists() else None
             for hunk in patch_set.diffs(path)[0].hunks if stock else ():
                 lines = stock.split("\n")
                 lines[hunk.old_index] += " # changed"
-                (root / path).write_text("\n".join(lines), encoding="utf-8", newline="")
-                before = contents(root)
-                with pytest.raises(UsageError, match=path):
-                    on_disk.apply(root, patches)
-                assert contents(root) == before
-            if stock:
-                (root / path).write_text(stock, encoding="utf-8", newline="")
-        assert read_tree(root, patches).state is State.NOT_APPLIED
+                with pytest.raises(ContextError, match=path):
+                    patch_set.apply(path, "\n".join(lines))
 
     def test_headers_say_what_why_upstream_and_when_to_remove(self, patch_set):
         for patch in patch_set.patches:
@@ -114,3 +107,16 @@ class TestShippedPatchSet(PatchSetContract):
     def root(self, version: str, patch_set: PatchSet, tmp_path: Path) -> Path:
         copy_targets(stock_megatrons()[version], tmp_path / "tree", patch_set.paths)
         return tmp_path / "tree"
+
+    def test_a_fork_of_the_release_is_patched_by_anchor_and_reverted(self, root, patches, patch_set):
+        assert not read_tree(root, patches).by_anchor
+        for path in (path for path in patch_set.paths if (root / path).exists()):
+            with (root / path).open("a", encoding="utf-8") as file:
+                file.write("\n\ndef of_the_fork():\n    return None\n")
+        (root / patch_set.paths[-1]).write_text("# of the fork\n" + read_text(root / patch_set.paths[-1]))
+        stock = contents(root)
+        tree = on_disk.apply(root, patches)
+        assert (tree.by_anchor, tree.patch_set.version) == (True, f"{patch_set.version} by anchor")
+        assert read_tree(root, patches).state is State.APPLIED
+        on_disk.revert(root, patches)
+        assert contents(root) == stock

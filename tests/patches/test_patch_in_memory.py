@@ -17,6 +17,8 @@ from patch_tools import (
 
 from megatron_stability.megatron.patching import on_disk
 from megatron_stability.megatron.patching.patch_set import load_patch_set
+from megatron_stability.megatron.patching.tree import read_tree
+from tests.patches.small_megatron import small_megatron
 
 INSTALL = """
 import sys
@@ -187,6 +189,27 @@ def test_installing_imports_neither_megatron_nor_torch(root, patches):
         INSTALL + "install(patches=patches)\nprint(sorted({'torch', 'megatron.core'} & set(sys.modules)))", root
     )
     assert out == "[]\n"
+
+
+def test_an_unknown_tree_is_served_by_anchor(tmp_path):
+    root = small_megatron(tmp_path / "clone")
+    stock = contents(root)
+    out = python(
+        INSTALL
+        + """
+installed = install()
+from megatron.core.transformer import spec_utils
+from megatron.core.stability import seams
+print(installed.tree.said)
+print(seams.__name__, spec_utils.seams is seams)
+print(*spec_utils.import_module(("json", "dumps")).__all__[:1])
+""",
+        root,
+    )
+    said, module, name = out.splitlines()
+    assert said == read_tree(root).said
+    assert (module, name) == ("megatron_stability.megatron.seams True", "dump")
+    assert contents(root) == stock
 
 
 @pytest.mark.megatron

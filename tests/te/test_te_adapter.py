@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformer_engine.pytorch import DotProductAttention, quantization
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
@@ -110,6 +111,46 @@ def test_the_hook_counts_gemms_reports_a_rise_and_names_modules_as_checkpoints_d
     assert (signals["fp8/gemms"], signals["fp8/fallbacks"]) == (2.0, 1.0)
     assert signals["fp8/amax_rise"] == pytest.approx(100.0)
     assert Site.at(signals["fp8/amax_rise/at"]) == Site(5, "linear_fc1", "input")
+
+
+class Kernels(TorchDispatchMode):
+    """Operations that compute; views are free."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        self.count += not func.is_view
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_step_s_operations_do_not_grow_with_the_modules() -> None:
+    counts = []
+    for number in (1, 8):
+        linears = {f"linear_fc{n}": modules.linear(modules.delayed_recipe()) for n in range(number)}
+        hook = TransformerEngineHook([modules.chunk(**linears)], modules.CPU, a_run())
+        for step in (1, 2):
+            hook.step_begins(step)
+            with Kernels() as mode:
+                hook.observe()
+            hook.update_done(SimpleNamespace(step=step), True)
+        counts.append(mode.count)
+    assert counts[0] == counts[1]
+
+
+def test_state_that_tes_load_replaced_is_found_anew() -> None:
+    module = modules.linear(modules.delayed_recipe())
+    hook = TransformerEngineHook([modules.chunk(linear_fc1=module)], modules.CPU, a_run())
+    hook.step_begins(1)
+    hook.observe()
+    state = module.fp8_meta["scaling_fwd"]
+    state.scale, state.amax_history = torch.full_like(state.scale, 7.0), torch.full_like(state.amax_history, 3.0)
+    hook.step_begins(2)
+    hook.observe()
+    amax, scale = hook._seen
+    assert amax.tolist() == [3.0, 3.0, 0.0]
+    assert scale.tolist() == [7.0, 7.0, 1.0]
 
 
 @pytest.mark.parametrize(("margin", "left"), [(0, 14.8), (8, 6.8)])

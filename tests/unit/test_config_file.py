@@ -18,7 +18,7 @@ from megatron_stability.errors import UsageError
         ("mode: 2024-99-99\n", "is not valid YAML"),
         ("[" * 3000 + "]" * 3000, "is not valid YAML"),
         ('!!python/object/apply:os.system ["false"]\n', "is not valid YAML"),
-        ("a: &a\n  b: *a\n", "a is not a known key"),
+        ("a: &a\n  b: *a\n", "an alias stands within what it names"),
         ("- mode\n", "holds a list"),
         ("detect: {loss_spike: {k: .nan}}\n", r"loss_spike\.k"),
         (f"detect: {{loss_spike: {{window: {10**20}}}}}\n", r"loss_spike\.window = 1\d+: .*at most"),

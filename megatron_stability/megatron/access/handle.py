@@ -5,6 +5,8 @@ from __future__ import annotations
 import atexit
 from typing import TYPE_CHECKING, Any, Protocol
 
+from megatron_stability.megatron.access import processes
+
 if TYPE_CHECKING:
     from megatron_stability.config import StabilityConfig
     from megatron_stability.megatron.access.host import Host
@@ -18,6 +20,9 @@ class Installed(Protocol):
 
     def close(self) -> None:
         """Close what it holds open."""
+
+    def ending(self, code: int, reason: str) -> None:
+        """Say in the ledger that the run is about to end, and why."""
 
 
 class Slot[R]:
@@ -39,6 +44,8 @@ def install(runtime: Installed) -> None:
         raise RuntimeError("a megatron_stability runtime is installed already; uninstall it first")
     SLOT.runtime = runtime
     atexit.register(uninstall)  # a script of one's own, in a patched clone, knows nothing of it
+    processes.end_daemons_at_exit()
+    processes.follow_torchrun()
 
 
 def uninstall() -> None:

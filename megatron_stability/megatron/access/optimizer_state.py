@@ -102,12 +102,60 @@ def give_empty_state(optimizer: Any) -> None:
     moments; the step is `restore_step`'s.
     """
     for inner in _torch_adams(optimizer):
-        for parameter in (p for group in inner.param_groups for p in group["params"] if not inner.state[p]):
-            inner.state[parameter] = {
-                "step": torch.zeros(()),
-                "exp_avg": torch.zeros_like(parameter),
-                "exp_avg_sq": torch.zeros_like(parameter),
-            }
+        _begin(inner)
+
+
+def begin_state(optimizer: Any) -> None:
+    """The state that a first step would begin with, where no step has been applied yet, so that it can be saved.
+
+    A load asks for the moments of every parameter, and `DistributedOptimizer.state_dict` for their step, both of which
+    an optimizer makes in its first step only. What is there is left alone.
+    """
+    for one in _innermost(optimizer):
+        inner = getattr(one, "optimizer", None)
+        if isinstance(inner, torch.optim.Adam | torch.optim.AdamW):
+            _begin(inner)
+        elif inner is not None and not inner.state and one.init_state_fn is not None:
+            one.init_state_fn(inner, one.config)
+
+
+def give_first_step(optimizer: Any, saved: Any) -> None:
+    """Before a load, the step 0 that Megatron leaves out of a checkpoint without an applied update.
+
+    `MixedPrecisionOptimizer.sharded_state_dict` saves a step only where it is true, and torch's Adam takes no moments
+    without one.
+
+    Args:
+        optimizer: Megatron's, that is about to load.
+        saved: its part of the state dict; changed in place.
+    """
+    plain = (one for one in _innermost(optimizer) if not isinstance(one, DistributedOptimizer))
+    if not any(isinstance(getattr(one, "optimizer", None), torch.optim.Adam | torch.optim.AdamW) for one in plain):
+        return
+    for state in _states_by_parameter(saved):
+        moments = [each for each in state.values() if isinstance(each, dict) and "exp_avg" in each]
+        if moments and "common_step" not in state and not any("step" in each for each in moments):
+            state["common_step"] = torch.zeros(())
+
+
+def _states_by_parameter(saved: Any) -> Iterator[dict[Any, Any]]:
+    """The `state` of each torch optimizer in a state dict of Megatron's, however deep."""
+    if not isinstance(saved, dict):
+        return
+    if "state" in saved and "param_groups" in saved:
+        yield saved["state"]
+        return
+    for each in saved.values():
+        yield from _states_by_parameter(each)
+
+
+def _begin(adam: torch.optim.Optimizer) -> None:
+    for parameter in (p for group in adam.param_groups for p in group["params"] if not adam.state[p]):
+        adam.state[parameter] = {
+            "step": torch.zeros(()),
+            "exp_avg": torch.zeros_like(parameter),
+            "exp_avg_sq": torch.zeros_like(parameter),
+        }
 
 
 def restore_step(optimizer: Any) -> None:
@@ -123,8 +171,16 @@ def restore_step(optimizer: Any) -> None:
                 state["step"] = state["step"].clone().fill_(group["step"])
 
 
+def _innermost(optimizer: Any) -> Iterator[Any]:
+    """Megatron's optimizers that hold no others."""
+    for one in getattr(optimizer, "chained_optimizers", ()):
+        yield from _innermost(one)
+    if not hasattr(optimizer, "chained_optimizers"):
+        yield optimizer
+
+
 def _torch_adams(optimizer: Any) -> Iterator[torch.optim.Optimizer]:
-    for one in getattr(optimizer, "chained_optimizers", [optimizer]):
+    for one in _innermost(optimizer):
         inner = getattr(one, "optimizer", None)
         if isinstance(one, DistributedOptimizer) and isinstance(inner, torch.optim.Adam | torch.optim.AdamW):
             yield inner

@@ -20,9 +20,11 @@ from megatron.core import parallel_state, tensor_parallel
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 
 from megatron_stability.checkpoints.manifest import RANK_STATE
+from megatron_stability.files import parse_json
 from megatron_stability.ledger.entries import strict
 from megatron_stability.observe import fingerprint
 from megatron_stability.observe.fingerprint import Fingerprint, combined
+from megatron_stability.observe.storage import plain
 
 
 def sharded(data: dict[str, Any]) -> ShardedObject:
@@ -68,24 +70,23 @@ def restore_generators(state: dict[str, Any]) -> None:
 
 
 def weights(model: list[Any]) -> Iterator[tuple[str, torch.Tensor]]:
-    """This rank's parameters by name; of an FP8 parameter the codes."""
+    """This rank's parameters by name; of a quantized parameter the codes."""
     for number, chunk in enumerate(model):
         for name, parameter in chunk.named_parameters():
-            codes = getattr(parameter, "_data", None)
-            yield f"model{number}.{name}", codes if isinstance(codes, torch.Tensor) else parameter
+            yield f"model{number}.{name}", plain(parameter)
 
 
 def optimizer_tensors(optimizer: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """This rank's master weights and moments, named by their place in the optimizer."""
+    """This rank's master weights and moments, named by their place in the optimizer; of quantized moments the codes."""
     for number, one in enumerate(getattr(optimizer, "chained_optimizers", [optimizer])):
         inner = getattr(one, "optimizer", None)
         for index, group in enumerate(inner.param_groups if inner is not None else ()):
             for place, parameter in enumerate(group["params"]):
                 name = f"optimizer{number}.group{index}.{place}"
-                yield f"{name}.weight", parameter
+                yield f"{name}.weight", plain(parameter)
                 moments = one.optimizer.state.get(parameter, {})
                 for key in sorted(k for k, v in moments.items() if isinstance(v, torch.Tensor)):
-                    yield f"{name}.{key}", moments[key]
+                    yield f"{name}.{key}", plain(moments[key])
 
 
 def begin_measure(model: list[Any], optimizer: Any) -> Callable[[], dict[str, Fingerprint]]:
@@ -106,7 +107,7 @@ def packed(prints: Mapping[str, Fingerprint], model: list[Any]) -> bytes:
 
 def unpacked(text: bytes, model: list[Any]) -> dict[str, tuple[int | None, float]]:
     """The inverse of `packed`: (bits, amax) by name, bits None where another kind of device hashed."""
-    state = json.loads(text)
+    state = parse_json(text)
     same = state["hashed_on"] == _device(model)
     return {name: (bits if same else None, float(amax)) for name, (bits, amax) in state["tensors"].items()}
 
@@ -139,6 +140,20 @@ def complaint(prints: dict[str, Fingerprint], saved: Mapping[str, tuple[int | No
             return f"{name} differs in its bits from what was saved"
     missing = sorted(set(saved or ()) - set(prints))
     return f"{missing[0]} was saved and is not there after the load" if missing else None
+
+
+def complaint_of(prints: dict[str, Fingerprint], packed: bytes | None, model: list[Any]) -> str | None:
+    """`complaint`, of the bytes of the rank's file, which may be anything.
+
+    Args:
+        prints: of what was loaded.
+        packed: the file's; None: there is none.
+        model: Megatron's chunks.
+    """
+    try:
+        return complaint(prints, None if packed is None else unpacked(packed, model))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        return f"the checkpoint's fingerprints of its tensors can't be read ({type(error).__name__}: {error})"
 
 
 def expert_names(model: list[Any]) -> set[str]:

@@ -82,7 +82,8 @@ class LayerMonitor:
             return
         given = dict(zip(("hidden_states", "attention_mask"), inputs[:2], strict=False)) | options
         hidden, mask = given["hidden_states"].detach(), given.get("attention_mask")  # [s, b, h], [b or 1, 1, sq, sk]
-        one = {"hidden_states": hidden[:, :1], "attention_mask": mask if mask is None else mask[:1]}
+        # a copy: a view would keep the activations of all sequences until the step ends
+        one = {"hidden_states": hidden[:, :1].clone(), "attention_mask": mask if mask is None else mask[:1]}
         self._inputs = given | one
 
     def statistics(self) -> HeadStatistics | None:

@@ -10,7 +10,8 @@ that). `measure: probe` measures the updated weights in update_done, before the 
 step's record.
 Every rank scales its own copies of a weight (`master_weights`), by factors that follow from the reduced maxima alone,
 so there is no second collective and copies can't drift apart. bf16 copies are scaled as they are: until the next step
-they may lie one rounding from the master's cast, on all data-parallel ranks alike.
+they may lie one rounding from the master's cast, on all data-parallel ranks alike. Where the weight's bits are half of
+the master (the precision-aware optimizer's remainders), the owners' are sent to all: one collective a clipped weight.
 
 All or nothing: a NaN or Inf in any head of any stage withholds the clip everywhere (and the step: `detect.non_finite`);
 everything that can fail happens before the first write, and the writes are multiplications in place by finite factors.
@@ -19,7 +20,7 @@ everything that can fail happens before the first write, and the writes are mult
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -30,6 +31,7 @@ from megatron.core import parallel_state
 from megatron_stability.config import StabilityConfig
 from megatron_stability.errors import UsageError
 from megatron_stability.megatron.access import master_weights
+from megatron_stability.megatron.access.flags import cuda_graphs
 from megatron_stability.megatron.attention import attention_layers
 from megatron_stability.megatron.attention.attention_layers import AttentionLayer
 from megatron_stability.megatron.attention.monitor import AttentionMonitor, Maxima
@@ -61,6 +63,13 @@ def refuse_what_cannot_work(config: StabilityConfig, args: Namespace) -> None:
     """
     if not wanted(config):
         return
+    if (graphs := cuda_graphs.flag(args)) is not None:
+        feature = "qk_clip" if config.qk_clip.enabled else "observe.attention"
+        raise UsageError(
+            f"{feature}.enabled with {graphs}: a replayed graph runs no Python, so that no logit would be seen"
+            f"{' and no head clipped' * config.qk_clip.enabled}, by the probe as little; drop the flag, or set "
+            f"{feature}.enabled to false"
+        )
     if config.qk_clip.measure == "probe" and args.context_parallel_size > 1:
         raise UsageError(
             "qk_clip.measure probe with --context-parallel-size above 1: a rank has no keys of the other ranks; "
@@ -110,6 +119,7 @@ class Clip:
         """Apply γ to this rank's copies of the weights: all of them, or none where something raises."""
         hot_l = (gamma_lh < 1).any(dim=1).tolist()  # the one host synchronisation of a step that clips
         plan: list[qk_clip.Piece] = []
+        stores: list[Callable[[], None]] = []
         for alike in self._alike:
             hot = [at for at in alike if hot_l[at]]
             first = self._layers[alike[0]]
@@ -119,8 +129,11 @@ class Clip:
                     columns = parameter.numel() // len(rows)
                     for copy in master_weights.copies(parameter, self._optimizer):
                         plan += qk_clip.pieces(copy.flat, copy.start, rows, columns, scaled.zero_centred)
+                        stores += [] if copy.store is None else [copy.store]
         for piece in plan:
             piece.apply()
+        for store in stores:
+            store()
 
 
 class AttentionHook:

@@ -16,19 +16,21 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
-from megatron.training import print_rank_0
 from torch.distributed.checkpoint.api import CheckpointException
 
-from megatron_stability.checkpoints import asides, generations, manifest
+from megatron_stability import files
+from megatron_stability.checkpoints import generations, manifest
 from megatron_stability.checkpoints.manifest import FileEntry, Manifest
 from megatron_stability.config import StabilityConfig
 from megatron_stability.errors import UsageError
-from megatron_stability.files import write_atomically
 from megatron_stability.megatron.access import collectives, optimizer_state, rank_state
+from megatron_stability.megatron.access.data_iterators import DataIterators
 from megatron_stability.megatron.access.host import Host
 from megatron_stability.megatron.access.rank_state import Replicated
-from megatron_stability.megatron.checkpoint import choose, shares, training_args
+from megatron_stability.megatron.checkpoint import shares
 from megatron_stability.megatron.checkpoint.failed_save import Failure, SaveError, attempt, tell
+from megatron_stability.megatron.checkpoint.resume import acceptance, choose, starts_anew, training_args
+from megatron_stability.megatron.checkpoint.run_files import RunFiles
 from megatron_stability.megatron.checkpoint.trajectory import Trajectory
 from megatron_stability.megatron.fp8.flags import active_transformer_engine
 from megatron_stability.megatron.patching import install_digest
@@ -48,40 +50,38 @@ class Save(NamedTuple):
     replicated: list[Replicated]
 
 
-def _make_way(folder: Path) -> None:
-    asides.set_aside(folder)
-    shares.remove_stale(folder)
-
-
 class Checkpoints:
     """One a rank; `seams.py` says where each method is called from."""
 
-    def __init__(self, config: StabilityConfig, args: Namespace, host: Host | None = None) -> None:
+    def __init__(self, config: StabilityConfig, args: Namespace, files: RunFiles, host: Host | None = None) -> None:
         """Takes the validated tree and Megatron's arguments, which it reads at every save and load.
 
         Args:
             config: the validated tree.
             args: Megatron's.
+            files: what the run reads.
             host: the loop around the core; by default Megatron's own.
 
         Attributes:
+            data: the data iterators, once Megatron has built them.
             extra_states: what Transformer Engine's modules had in the checkpoint that was loaded last.
             trajectory: where the run stands among its checkpoints.
         """
+        self.data = DataIterators()
         self.trajectory = Trajectory(config.checkpoint, args)
         self.extra_states: dict[str, extra_state.Kind] = {}
-        self._config, self._args, self._host = config, args, host or Host()
+        self._config, self._args, self._files, self._host = config, args, files, host or Host()
         self._model: list[Any] = []
         self._optimizer: Any = None
         self._states: tuple[str, ...] = ()
         self._prints: Prints = dict  # of the tensors that were saved last
         self._unwritten: Failure | None = None  # of the save that goes on
-        self._hashes: dict[str, str] | None = None
         self._completing: ThreadPoolExecutor | None = None
         self._pending: list[Future[None]] = []
         self._resumed: Manifest | None = None  # of the checkpoint that is being loaded
         self._ckpt_step: Any = None
         self._loaded_rank_state: dict[str, Any] | None = None
+        self._saved_schedule: dict[str, Any] | None = None
         self._saved_prints: bytes | None = None  # `rank_state.packed`, of the checkpoint that is being loaded
         self._loaded = False
         self._chosen: choose.Chosen | None = None  # by a rewind: the next load takes it
@@ -101,7 +101,7 @@ class Checkpoints:
             if folder == self._last_saved:
                 self.settle()  # its files are being hashed
             self.trajectory.record_start()  # where no step came before
-            collectives.from_rank_0(partial(_make_way, folder))
+            collectives.from_rank_0(partial(shares.make_way, folder))
             self._last_saved = folder
 
     def add_state(self, state_dict: dict[str, Any]) -> None:
@@ -113,7 +113,8 @@ class Checkpoints:
                 state_dict[manifest.RANK_STATE] = rank_state.sharded({})
             return
         if self._args.ckpt_format == "torch_dist":
-            state_dict[manifest.RANK_STATE] = rank_state.sharded({"generators": rank_state.generators()})
+            own = {"generators": rank_state.generators(), "data": self.data.state_dict(self._args)}
+            state_dict[manifest.RANK_STATE] = rank_state.sharded(own)
         self._states = tuple(sorted(set(state_dict) - {"args", "iteration", "checkpoint_version"}))
 
     def saved(self, save_dir: str, iteration: int, request: Any) -> None:
@@ -242,7 +243,7 @@ class Checkpoints:
         except Exception as error:  # rank 0 must not wait for a share that never comes
             broken, share = error, {"failure": Failure(f"rank {save.rank}: {error!r}")}
         path, text = shares.path(save.folder, save.rank), json.dumps(share).encode()
-        _, unwritten = attempt(lambda: write_atomically(path, text))
+        _, unwritten = attempt(lambda: files.write_atomically(path, text))
         if save.rank == 0:
             _, failure = (
                 attempt(lambda: self._gather(save.folder, save.draft)) if unwritten is None else (None, unwritten)
@@ -267,7 +268,8 @@ class Checkpoints:
         }
 
     def _hash_share(self, save: Save, prints: dict[str, Fingerprint]) -> dict[str, FileEntry]:
-        (save.folder / manifest.fingerprints_name(save.rank)).write_bytes(rank_state.packed(prints, self._model))
+        prints_file = save.folder / manifest.fingerprints_name(save.rank)
+        files.write_atomically(prints_file, rank_state.packed(prints, self._model))
         names = manifest.share(manifest.file_names(save.folder), save.rank, save.draft.layout["world_size"])
         return manifest.hash_files(save.folder, names, threads=self._config.checkpoint.threads, sync=True)
 
@@ -277,14 +279,12 @@ class Checkpoints:
         failure = next((share["failure"] for share in parts if share["failure"]), None)
         if failure is not None:
             raise SaveError(Failure(*failure))
-        files = {name: FileEntry(**entry) for share in parts for name, entry in share["files"].items()}
+        named = {name: FileEntry(**entry) for share in parts for name, entry in share["files"].items()}
         flaw = next((share["flaw"] for share in parts if share["flaw"]), None)
         replicas = {rank: [rank_state.Digest(*each) for each in share["replicas"]] for rank, share in enumerate(parts)}
         flaw = flaw or rank_state.replica_complaint(replicas)
-        if self._hashes is None:
-            self._hashes = training_args.hashes(self._args, self._config)
-        known = {"versions": install_digest.versions(), "training": training_args.training(self._args)}
-        self._finish(folder, draft.model_copy(update=known | {"files": files, "hashes": self._hashes}), flaw)
+        known = {"versions": install_digest.versions(), "training": training_args.training(self._args, self._config)}
+        self._finish(folder, draft.model_copy(update=known | self._files.known() | {"files": named}), flaw)
 
     def _finish(self, folder: Path, whole: Manifest, flaw: str | None) -> None:
         """Manifest, marker, tracker, retention, in this order."""
@@ -310,6 +310,7 @@ class Checkpoints:
         Raises:
             UsageError: on every rank alike; names the folder, file or argument and the way out.
         """
+        self._optimizer = optimizer
         if not self._on or load_dir is None:
             return
         self.close()  # a checkpoint that is being completed may be the newest
@@ -321,15 +322,13 @@ class Checkpoints:
         self.trajectory.loaded(chosen, root)
         if chosen is None or self._resumed is None:
             return
+        folder = generations.folder_of(root, self._resumed.step)
         optimizer_state.give_empty_state(optimizer)
-        self._hashes = collectives.from_rank_0(lambda: training_args.hashes(self._args, self._config))
-        if not self._args.finetune:
-            choose.refuse_changes(self._resumed, self._args, self._hashes, self._config.checkpoint)
-        collectives.from_rank_0(partial(choose.accept, root, chosen))
+        acceptance.accept(folder, chosen, optimizer, self._args, self._files, self._config)
         self._args.ckpt_step = self._resumed.step
         mine = manifest.fingerprints_name(dist.get_rank())
         if mine in self._resumed.files and self._rank_state_fits():
-            self._saved_prints = (generations.folder_of(root, self._resumed.step) / mine).read_bytes()
+            self._saved_prints = files.read_bytes(folder / mine)
 
     def choose_older(self, back: int, sample: int) -> Manifest | None:
         """As `choose.choose_older` in `--save`; the next load takes what was chosen. Collective."""
@@ -343,8 +342,10 @@ class Checkpoints:
         if not self._on:
             return
         self._args.ckpt_step = self._ckpt_step
+        optimizer_state.give_first_step(self._optimizer, state_dict.get("optimizer"))
         self._loaded = True
         self._loaded_rank_state = state_dict.pop(manifest.RANK_STATE, None)
+        self._saved_schedule = state_dict.get("opt_param_scheduler")  # there whether or not Megatron takes it
 
     def strict_load_failed(self, error: Exception) -> None:
         """A strict load of a module failed, and Megatron is about to go on with what fitted.
@@ -359,31 +360,29 @@ class Checkpoints:
                 "--stability-checkpoint-allow-partial-load true to leave what is missing at its initial values"
             )
 
-    def train_begins(self, model: list[Any], optimizer: Any) -> None:
+    def train_begins(self, model: list[Any], optimizer: Any, schedule: Any = None) -> None:
         """After the load and before the first step: what was loaded is judged, generators go on. Collective.
 
         Raises:
             UsageError: on every rank alike; names the rank and tensor.
         """
         self._model, self._optimizer = model, optimizer
+        state = self._loaded_rank_state or {}
+        self.data.train_begins(self._args, state.get("data"), self._config.checkpoint.data_positions_itself)
         if not self._on:
             return
         self.trajectory.refuse_a_used_folder()
         if self._loaded:
             optimizer_state.restore_step(optimizer)
-        prints = rank_state.measure(model, optimizer) if self._loaded else rank_state.measure(model, None)
-        state = self._loaded_rank_state or {}
-        saved = rank_state.unpacked(self._saved_prints, model) if self._saved_prints else None
-        here = rank_state.complaint(prints, saved) if self._loaded else None
+            starts_anew.tell_rates(self._args, schedule, self._saved_schedule)
+        prints = rank_state.measure(model, optimizer if self._loaded else None)
+        here = rank_state.complaint_of(prints, self._saved_prints, model) if self._loaded else None
         replicas = rank_state.check_replicas(model, prints)
         collectives.agree(here or replicas)
         if "generators" in state:
             rank_state.restore_generators(state["generators"])
         elif self._loaded and self._resumed is not None and not self._args.finetune:
-            print_rank_0(
-                "> megatron-stability: random generators are not those of the checkpoint (another layout, or "
-                "--no-load-rng): the run goes on with the same samples, but not bit for bit"
-            )
+            starts_anew.tell_generators()
         self._loaded_rank_state = self._saved_prints = None
 
     def _rank_state_fits(self) -> bool:

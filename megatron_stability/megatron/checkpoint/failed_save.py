@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
+from megatron_stability.echo import said
 from megatron_stability.errors import UsageError
 
 NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
@@ -50,7 +51,7 @@ def attempt[T](work: Callable[[], T]) -> tuple[T | None, Failure | None]:
 
 def tell(folder: Path, failure: Failure) -> None:
     """Rank 0: say why a folder does not count, and remove it where it only takes space."""
-    print(f"> megatron-stability: {folder.name} does not count as a checkpoint: {failure.text}", flush=True)
+    print(f"> megatron-stability: {folder.name} does not count as a checkpoint: {said(failure.text)}", flush=True)
     if failure.no_space:
         shutil.rmtree(folder, ignore_errors=True)
         print(f"> megatron-stability: {folder.name} was removed to give its space back", flush=True)

@@ -28,8 +28,8 @@ from megatron_stability.checkpoints.manifest import Manifest
 from megatron_stability.checkpoints.run_state import Attempt, Rewound, RunState
 from megatron_stability.config import StabilityConfig
 from megatron_stability.errors import EXIT_HALTED, EXIT_REWIND, HaltedError, UsageError
-from megatron_stability.megatron.access import collectives, optimizer_state, rank_state
-from megatron_stability.megatron.access.data_iterators import DataIterators, draw
+from megatron_stability.megatron.access import collectives, rank_state
+from megatron_stability.megatron.access.data_iterators import draw
 from megatron_stability.megatron.checkpoint import snapshot
 from megatron_stability.megatron.checkpoint.checkpoints import Checkpoints
 from megatron_stability.megatron.checkpoint.snapshot import Snapshot
@@ -46,7 +46,7 @@ class Rewinds:
     def __init__(self, config: StabilityConfig, args: Namespace, checkpoints: Checkpoints) -> None:
         """Takes the validated tree, Megatron's arguments, and what proves checkpoints."""
         self._config, self._args, self._checkpoints = config, args, checkpoints
-        self.data = DataIterators()
+        self.data = checkpoints.data
         self.pass_over = PassOver(config.decide.skip_samples)
         self._go_on: tuple[int, int] | None = None  # iteration and its floating-point operations, for `train`
         self._snapshot: Snapshot | None = None
@@ -127,7 +127,8 @@ class Rewinds:
             training.force_param_sync(self._live[0])
         if self._snapshot is None:
             collectives.agree(snapshot.too_large(self._live, self._config.decide.snapshot_max_gb))
-        self._snapshot = Snapshot.take(self._live, args, own_state())
+        older, self._snapshot = self._snapshot, None  # which is no more, from here on
+        self._snapshot = Snapshot.take(self._live, args, own_state(), older)
 
     def step_done(self, step: int, applied: bool) -> None:
         """Every step that was computed; starts that begin by withholding are counted. Collective with the first one."""
@@ -161,7 +162,6 @@ class Rewinds:
         if len(self.pass_over.windows) > known:  # a restart knows the step by its samples
             self._write(self._state)
         draw(data_iterator)
-        optimizer_state.give_empty_state(self._live[1])  # a save in a window before the first update needs it
         args.skipped_train_samples += samples
         record = StepRecord(
             step=step, first_sample=first, samples=samples, tokens=0.0, loss=math.nan, grad_norm=math.nan

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import time
 from pathlib import Path
 from typing import Any
 
-from megatron_stability.checkpoints import manifest
+from megatron_stability import files
+from megatron_stability.checkpoints import asides, manifest
 from megatron_stability.errors import UsageError
 
 WAIT_S = 1800.0  # how long rank 0's thread waits for the other ranks' threads
@@ -38,7 +38,13 @@ def gather(folder: Path, world: int) -> list[dict[str, Any]]:
         if time.monotonic() > deadline:
             raise UsageError(f"{next(each for each in paths if not each.exists())} did not come in {WAIT_S:g} s")
         time.sleep(0.02)
-    shares = [json.loads(each.read_bytes()) for each in paths]
+    shares = [files.read_json(each) for each in paths]
     for each in paths:
         each.unlink()
     return shares
+
+
+def make_way(folder: Path) -> None:
+    """Before a save into `folder`: what counts there is set aside, what another left is removed."""
+    asides.set_aside(folder)
+    remove_stale(folder)

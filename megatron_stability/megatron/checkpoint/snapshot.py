@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,19 +35,23 @@ class Snapshot:
     operations: int = 0  # floating-point operations so far, which `train` tells after the next step only
 
     @classmethod
-    def take(cls, live: tuple[list[Any], Any, Any], args: Namespace, own: dict[str, Any]) -> Snapshot:
-        """Copy; no collective.
+    def take(
+        cls, live: tuple[list[Any], Any, Any], args: Namespace, own: dict[str, Any], onto: Snapshot | None = None
+    ) -> Snapshot:
+        """Copy; no collective. Pinned memory where there is a GPU, and one wait for it.
 
         Args:
             live: model chunks, optimizer and its parameter scheduler.
             args: Megatron's, with `curr_iteration`.
             own: the plugin's state, as for a checkpoint.
+            onto: an older one, whose memory is written over where it fits, so that there are never two.
         """
         model, optimizer, scheduler = live
+        tensors = list(_tensors(model, optimizer))
         return cls(
             step=args.curr_iteration,
             samples=args.consumed_train_samples,
-            tensors=[each.detach().to("cpu", copy=True) for each in _tensors(model, optimizer)],
+            tensors=_copied(tensors, [] if onto is None else onto.tensors),
             groups=[[_settings(group) for group in inner.param_groups] for inner in _inner(optimizer)],
             scheduler=copy.deepcopy(scheduler.state_dict()),
             generators=copy.deepcopy(rank_state.generators()),
@@ -82,6 +86,19 @@ def too_large(live: tuple[list[Any], Any, Any], max_gb: float) -> str | None:
         f"--stability-decide-snapshot-steps: the state has {size:.3g} GB; give --stability-decide-snapshot-max-gb more "
         f"than {max_gb:g}, or no snapshot"
     )
+
+
+@torch.no_grad()
+def _copied(tensors: Sequence[torch.Tensor], memory: list[torch.Tensor]) -> list[torch.Tensor]:
+    forms = [(each.shape, each.dtype) for each in tensors]
+    if forms != [(each.shape, each.dtype) for each in memory]:
+        memory.clear()  # before new is taken
+        memory = [torch.empty(e.shape, dtype=e.dtype, device="cpu", pin_memory=e.is_cuda) for e in tensors]
+    for into, each in zip(memory, tensors, strict=True):
+        into.copy_(each, non_blocking=True)
+    if any(each.is_cuda for each in tensors):
+        torch.cuda.synchronize()
+    return memory
 
 
 def _tensors(model: list[Any], optimizer: Any) -> Iterator[torch.Tensor]:

@@ -16,8 +16,8 @@ from megatron_stability.checkpoints.manifest import Manifest
 from megatron_stability.config import Checkpoint
 from megatron_stability.errors import UsageError
 from megatron_stability.megatron.access.collectives import from_rank_0
-from megatron_stability.megatron.checkpoint.choose import Chosen
 from megatron_stability.megatron.checkpoint.failed_save import Failure, attempt, tell
+from megatron_stability.megatron.checkpoint.resume.choose import Chosen
 
 
 class Trajectory:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import multiprocessing.forkserver
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -111,8 +111,9 @@ def _tensor_rows() -> Iterator[Row]:
 
 
 def megatron_rows() -> Iterator[Row]:
-    """The one row of Megatron. Imports `megatron.core`, so the rows of torch are in place before."""
+    """Rows for Megatron. Imports `megatron.core`, so the rows of torch are in place before."""
     import megatron.core.datasets.utils as utils
+    from megatron.core.dist_checkpointing.strategies.async_utils import PersistentAsyncCaller
 
     @functools.wraps(utils.compile_helpers)
     def compile_helpers() -> None:
@@ -125,3 +126,18 @@ def megatron_rows() -> Iterator[Row]:
             ) from error
 
     yield Row(utils, "compile_helpers", compile_helpers, "the wheel holds the compiled helper but no Makefile")
+    yield Row(
+        PersistentAsyncCaller,
+        "_get_process",
+        classmethod(_from_the_fork_server(vars(PersistentAsyncCaller)["_get_process"].__func__)),
+        "a run's last save comes after its checkpoint worker was ended, and spawns another, without the CPU backend: "
+        "that one would die, and its rank wait for it",
+    )
+
+
+def _from_the_fork_server(get_process: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(get_process)
+    def started(cls: type, rank: int, mp_mode: str = "forkserver", *priorities: Any) -> Any:
+        return get_process(cls, rank, mp_mode, *priorities)
+
+    return started

@@ -5,7 +5,11 @@ from __future__ import annotations
 from argparse import Namespace
 
 from megatron_stability.errors import UsageError
+from megatron_stability.megatron.access.flags import cuda_graphs
+from megatron_stability.megatron.access.flags.argument_table import names_own_spec
 from megatron_stability.numerics.fp8.config import Fp8
+
+_RECIPES = ("delayed", "tensorwise", "blockwise", "mxfp8")
 
 
 def refuse_inactive_fp8(fp8: Fp8, mode: str, args: Namespace) -> None:
@@ -24,10 +28,12 @@ def refuse_inactive_fp8(fp8: Fp8, mode: str, args: Namespace) -> None:
     if fp8.emulate == "none":
         return
     name = f"--stability-fp8-emulate {fp8.emulate}"
+    graphs = cuda_graphs.flag(args)
     pairs = (
         (mode == "off", "--stability-mode off", "the plugin is off; use observe or act"),
+        (graphs is not None, str(graphs), "a replayed graph keeps no amax history; drop the flag"),
         (args.transformer_impl != "local", "--transformer-impl", "emulation replaces the linears of the local spec"),
-        (list(args.spec or ()) != ["megatron_stability"], "no --spec", "add --spec megatron_stability"),
+        (not names_own_spec(args), "no --spec", "add --spec megatron_stability"),
         (bool(args.moe_grouped_gemm), "--moe-grouped-gemm", "experts must be linears of their own; drop the flag"),
         (bool(args.recompute_granularity), "--recompute-granularity", "a second forward would count amax twice"),
         (
@@ -49,11 +55,16 @@ def active_transformer_engine(args: Namespace) -> bool:
 def _refuse_for_transformer_engine(fp8: Fp8, mode: str, args: Namespace) -> None:
     if not fp8.inspect:
         return
-    name = "--stability-fp8-inspect true"
+    name, graphs = "--stability-fp8-inspect true", cuda_graphs.flag(args)
     pairs = (
         (not active_transformer_engine(args), "no FP8 of Transformer Engine", "give --fp8-format, or turn it off"),
         (mode == "off", "--stability-mode off", "the plugin is off; use observe or act"),
-        (getattr(args, "cuda_graph_impl", "none") != "none", "--cuda-graph-impl", "a replayed graph calls no feature"),
+        (graphs is not None, str(graphs), "a replayed graph calls no feature"),
+        (
+            getattr(args, "fp8_recipe", "delayed") not in _RECIPES,
+            f"--fp8-recipe {getattr(args, 'fp8_recipe', None)}",
+            f"its quantizers are not known here; use one of {', '.join(_RECIPES)}",
+        ),
         (bool(getattr(args, "delay_wgrad_compute", False)), "--delay-wgrad-compute", "TE's debug path can't delay it"),
     )
     for wrong, other, why in pairs:

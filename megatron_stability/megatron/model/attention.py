@@ -10,13 +10,52 @@ import torch
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.training import print_rank_0
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from megatron_stability.errors import UsageError
 from megatron_stability.megatron.attention.core_attention import CoreAttention
+from megatron_stability.numerics import block_mask
 from megatron_stability.numerics.config import Model
 from megatron_stability.numerics.softcap import flex_softcap_attention
+
+# A release after 0.19 has it (Megatron-LM pull request 6590), and passes it on to Transformer Engine.
+_MEGATRONS_OWN = "attn_logit_softcapping"
+
+
+def megatron_caps(model: Model, config: TransformerConfig) -> bool:
+    """Gives the cap to Megatron where its configuration has a field for it and Transformer Engine is to compute it.
+
+    The local kernel stays ours: QK-clip reads its logits before the cap.
+
+    Args:
+        model: the settings, with an attention softcap.
+        config: the model's configuration; its field is set.
+
+    Returns:
+        Whether Megatron caps the logits, so that nothing else may.
+
+    Raises:
+        UsageError: the field holds another cap.
+    """
+    engine = config.transformer_impl == "transformer_engine" and model.attention_softcap_kernel == "auto"
+    theirs = getattr(config, _MEGATRONS_OWN, None)
+    if theirs is not None and (not engine or theirs != model.attention_softcap):
+        raise UsageError(
+            f"--stability-model-attention-softcap {model.attention_softcap} with Megatron's own {_MEGATRONS_OWN} "
+            f"{theirs}: the logits would be capped twice; drop one of them"
+        )
+    if not engine or not hasattr(config, _MEGATRONS_OWN):
+        return False
+    setattr(config, _MEGATRONS_OWN, model.attention_softcap)
+    _say_once(f"> megatron-stability: attention softcap {model.attention_softcap} by Megatron's own {_MEGATRONS_OWN}")
+    return True
+
+
+@cache
+def _say_once(line: str) -> None:
+    print_rank_0(line)
 
 
 def softcap_attention(model: Model, config: TransformerConfig) -> Any:
@@ -105,19 +144,10 @@ class FlexAttention(DotProductAttention):
 def _block_mask(queries: int, keys: int, causal: bool, window: tuple[int, int] | None, device: str) -> BlockMask | None:
     """The mask of Megatron's softmax: a window (left, right) around the diagonal, or causal, or none."""
     if window is not None:
-        left, right = window
-        offset = keys - queries
-
-        def kept(batch: Tensor, head: Tensor, q_index: Tensor, k_index: Tensor) -> Tensor:
-            distance = k_index - q_index - offset
-            return (distance >= -left) & (distance <= right)
-    elif causal and queries > 1:
-
-        def kept(batch: Tensor, head: Tensor, q_index: Tensor, k_index: Tensor) -> Tensor:
-            return q_index >= k_index
-    else:
-        return None
-    return create_block_mask(kept, None, None, queries, keys, device=device)
+        return block_mask.within(queries, keys, *window, keys - queries, device)
+    if causal and queries > 1:
+        return block_mask.within(queries, keys, queries + keys, 0, 0, device)
+    return None
 
 
 @cache
@@ -128,8 +158,9 @@ def _compiled() -> Any:
 def transformer_engine_attention(stock: Any = None) -> Any:
     """Megatron's TEDotProductAttention as a class with an argument `softcap`, where TE's own attention has one.
 
-    Megatron's class passes no softcap on. The class made here stands before TE's in the resolution order, so that
-    Megatron's `super().__init__(…)` reaches it, and adds the argument.
+    It has one from 2.20 on. `score_mod`, from 2.18 on, is no substitute: it runs without a mask only
+    (`get_attention_backend`). Megatron's class passes no softcap on. The class made here stands before TE's in the
+    resolution order, so that Megatron's `super().__init__(…)` reaches it, and adds the argument.
 
     Args:
         stock: the class to extend; None for Megatron's.
@@ -145,8 +176,8 @@ def transformer_engine_attention(stock: Any = None) -> Any:
     if "softcap" not in inspect.signature(engine.__init__).parameters:
         raise UsageError(
             "--stability-model-attention-softcap with --transformer-impl transformer_engine: the installed Transformer "
-            "Engine's DotProductAttention has no `softcap`; upgrade it, or use "
-            "--stability-model-attention-softcap-kernel flex or --transformer-impl local"
+            "Engine's DotProductAttention has no `softcap` (2.20 has it; `score_mod` of 2.18 takes no causal mask); "
+            "upgrade it, or use --stability-model-attention-softcap-kernel flex or --transformer-impl local"
         )
 
     class Engine(engine):  # type: ignore[misc, valid-type]

@@ -65,13 +65,19 @@ class EmbeddingClipHook:
     def _clip(self, weight: torch.nn.Parameter) -> torch.Tensor:
         rows, width = weight.shape
         copies = master_weights.copies(weight, self._optimizer)
-        sums = embedding_norm.square_sums(*master_weights.own_master(weight, self._optimizer), rows, width)
+        own = master_weights.own_master(weight, self._optimizer, copies)
+        sums = embedding_norm.square_sums(own.flat, own.start, rows, width)
         if (owner := master_weights.sharded_by(weight, self._optimizer)) is not None:
             dist.all_reduce(sums, group=owner.data_parallel_group)
         factor = embedding_norm.factors(sums, self._radius)
-        for flat, start in copies:
-            embedding_norm.scale_rows_(flat, start, width, factor)
-        return (factor < 1.0).sum()
+        for copy in copies:
+            embedding_norm.scale_rows_(copy.flat, copy.start, width, factor)
+        clipped = (factor < 1.0).sum()
+        stores = [copy.store for copy in copies if copy.store is not None]
+        if stores and clipped:  # equal on the ranks that store together, as the sums are; waits for the device
+            for store in stores:
+                store()
+        return clipped
 
 
 def refuse_what_cannot_work(args: Namespace) -> None:

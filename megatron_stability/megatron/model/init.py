@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+from megatron.core import parallel_state
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.utils import get_model_config
 from torch import Tensor
 
 from megatron_stability.errors import UsageError
@@ -76,3 +79,20 @@ def expected_std(
 def report(model: Sequence[torch.nn.Module], config: TransformerConfig, settings: Model) -> str:
     """The table of this rank's shards."""
     return init_std.table(init_std.measure(expected_std(model, config, settings)))
+
+
+def report_a_new_run(model: Sequence[torch.nn.Module], settings: Model, args: Namespace) -> None:
+    """The table from one rank of each pipeline stage, before the first step of a new run.
+
+    Args:
+        model: this rank's model chunks.
+        settings: the `model` section.
+        args: Megatron's.
+
+    Raises:
+        UsageError: as `expected_std`.
+    """
+    ranks = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_data_parallel_rank()
+    if settings.init.report and args.iteration == 0 and ranks == (0, 0):
+        table = report(model, get_model_config(model[0]), settings)
+        print(f"> megatron-stability: standard deviations, rank {args.rank}\n{table}", flush=True)

@@ -40,7 +40,7 @@ from packaging.version import Version
 from megatron_stability.megatron.access import handle
 from megatron_stability.megatron.attention.core_attention import CoreAttention
 from megatron_stability.megatron.fp8.linear import fp8_linears, recipe_of
-from megatron_stability.megatron.model.attention import softcap_attention
+from megatron_stability.megatron.model.attention import megatron_caps, softcap_attention
 from megatron_stability.megatron.model.init import qkv_builder
 from megatron_stability.megatron.model.norms import LayerNorm, QKNormBuilder
 from megatron_stability.numerics.config import Model
@@ -139,7 +139,7 @@ def prevent(spec: ModuleSpec, config: TransformerConfig, model: Model) -> Module
         changes |= {"q_layernorm": QKNormBuilder(model, query=True), "k_layernorm": QKNormBuilder(model, query=False)}
     if config.multi_latent_attention and _local(config):
         changes["core_attention"] = CoreAttention  # Megatron's local one refuses MLA's key and value sizes
-    if model.attention_softcap is not None:
+    if model.attention_softcap is not None and not megatron_caps(model, config):
         changes["core_attention"] = softcap_attention(model, config)
     if model.init.qk != "megatron":
         changes["linear_qkv"] = partial(qkv_builder, attention.submodules.linear_qkv)

@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
+from megatron_stability.errors import UsageError
 from megatron_stability.numerics.config import Model
 from megatron_stability.numerics.softcap import softcap
 from megatron_stability.numerics.z_loss import LogZ, LossSettings, vocab_parallel_loss
@@ -15,10 +16,13 @@ def real_vocab_size(size: int, padded_vocab_size: int) -> int:
     """Rows of the vocabulary that are tokens: the tokenizer's `size`, for Megatron's arguments keep the padded number.
 
     Raises:
-        ValueError: the tokenizer has more tokens than the model has rows.
+        UsageError: the tokenizer has more tokens than the model has rows.
     """
     if size > padded_vocab_size:
-        raise ValueError(f"the tokenizer has {size} tokens, the model {padded_vocab_size} vocabulary rows")
+        raise UsageError(
+            f"the tokenizer has {size} tokens, and the model {padded_vocab_size} vocabulary rows; give --vocab-size at "
+            "least as many as the tokenizer has"
+        )
     return size
 
 

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 
 from megatron_stability.config import StabilityConfig, flag
 from megatron_stability.errors import UsageError
+from megatron_stability.megatron.access.flags import cuda_graphs
+from megatron_stability.megatron.access.flags.argument_table import names_own_spec, query_groups
 from megatron_stability.megatron.model import embedding_clip
 from megatron_stability.numerics.config import Model
 from megatron_stability.numerics.init_std import d_model_std
@@ -71,8 +73,7 @@ def _of_the_loss(setting: str, args: Namespace) -> Iterator[tuple[str, str, str]
         yield setting, "--cross-entropy-loss-fusion", why
     if getattr(args, "fp16_lm_cross_entropy", False):
         yield setting, "--fp16-lm-cross-entropy", "the loss is computed in fp32; drop the flag"
-    graphs = (getattr(args, "cuda_graph_impl", None), *(getattr(args, "cuda_graph_scope", None) or ()))
-    if any(str(getattr(graph, "name", graph)) == "full_iteration" for graph in graphs):
+    if cuda_graphs.whole_step(args):
         why = "a replayed step would not add to log-Z; capture layers only"
         yield setting, "--cuda-graph-impl full_iteration", why
 
@@ -88,7 +89,7 @@ def _of_the_spec(config: StabilityConfig, args: Namespace) -> Iterator[tuple[str
         )
         if set_
     )
-    if list(args.spec or ()) != ["megatron_stability"]:
+    if not names_own_spec(args):
         other = f"--spec {' '.join(args.spec)}" if args.spec else "no --spec"
         yield setting, other, "the setting acts through the layer spec; add --spec megatron_stability"
     if getattr(args, "multi_latent_attention", False):
@@ -105,7 +106,7 @@ def _of_the_spec(config: StabilityConfig, args: Namespace) -> Iterator[tuple[str
         yield from _of_qk_norm(config, args)
     if model.attention_softcap is not None:
         yield from _of_attention_softcap(config, args)
-    groups, tp = args.num_query_groups or args.num_attention_heads, args.tensor_model_parallel_size
+    groups, tp = query_groups(args), args.tensor_model_parallel_size
     if args.num_attention_heads % tp:
         why = f"{args.num_attention_heads} attention heads can't be shared out evenly; use a size that divides them"
         yield setting, f"--tensor-model-parallel-size {tp}", why
@@ -128,7 +129,7 @@ def _of_qk_norm(config: StabilityConfig, args: Namespace) -> Iterator[tuple[str,
         yield setting, "--qk-l2-norm", "two norms for the same queries and keys; keep one (ours is rms_no_gain)"
     if model.qk_norm == "rms_no_gain" and config.qk_clip.enabled:
         yield setting, flag(("qk_clip", "enabled")), "that norm has no gain, so there is nothing to clip; turn it off"
-    groups, tp = args.num_query_groups or args.num_attention_heads, args.tensor_model_parallel_size
+    groups, tp = query_groups(args), args.tensor_model_parallel_size
     if model.qk_norm == "rmsnorm_whole" and groups % tp:
         yield _groups(setting, tp, groups)
 
@@ -139,6 +140,10 @@ def _of_attention_softcap(config: StabilityConfig, args: Namespace) -> Iterator[
     engine = args.transformer_impl == "transformer_engine"
     if model.attention_softcap_kernel == "dense" and engine:
         yield kernel, "--transformer-impl transformer_engine", "the dense kernel is the local spec's; use flex or auto"
+    measured = config.qk_clip.enabled or config.observe.attention.enabled
+    if measured and config.qk_clip.measure == "forward" and engine and model.attention_softcap_kernel == "auto":
+        why = "Transformer Engine gives the largest logit after the cap, which hides its growth; use measure probe"
+        yield kernel, f"{flag(('qk_clip', 'measure'))} forward", why
     if model.attention_softcap_kernel == "flex":
         yield from _of_flex(kernel, config, args)
     if args.transformer_impl not in ("local", "transformer_engine"):
@@ -156,6 +161,9 @@ def _of_flex(kernel: str, config: StabilityConfig, args: Namespace) -> Iterator[
     if getattr(args, "create_attention_mask_in_dataloader", False):
         why = "FlexAttention makes its own mask; add --no-create-attention-mask-in-dataloader or use the kernel `dense`"
         yield kernel, "an attention mask from the data loader", why
+    packed = ("sft", "hybrid_context_parallel", "dynamic_context_parallel")
+    if (name_ := next((each for each in packed if getattr(args, each, False)), None)) is not None:
+        yield kernel, f"--{name_.replace('_', '-')}", "FlexAttention takes no packed sequences; use the kernel `dense`"
     if getattr(args, "distributed_backend", "nccl") == "gloo":
         yield kernel, "--distributed-backend gloo", "FlexAttention has no backward on a CPU; use the kernel `dense`"
     measured = config.qk_clip.enabled or config.observe.attention.enabled

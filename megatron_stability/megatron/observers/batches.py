@@ -1,7 +1,8 @@
 """Scores of the tokens that the model is given, and of those that it will be given next.
 
 The batch of a step is read where the model's first stage takes it in. The next one's is drawn early from Megatron's
-iterator, where this rank has one, and kept for the step that asks for it. Both scores are in the step's record: a bad
+iterator, where this rank has one, and kept for the step that asks for it; the loader's workers read it while a step
+computes (`DataIterators.read_ahead`). Both scores are in the step's record: a bad
 batch is passed over before it is computed, and one that was not seen coming (the first after a start, or after another
 that was passed over) is withheld at the gate.
 """
@@ -9,47 +10,21 @@ that was passed over) is withheld at the gate.
 from __future__ import annotations
 
 import math
-from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from megatron.core.num_microbatches_calculator import get_current_global_batch_size, get_num_microbatches
 from megatron.core.utils import unwrap_model
+from megatron.training import print_rank_0
 
 from megatron_stability.act.pass_over import PassOver
 from megatron_stability.detect.data import AHEAD, BadBatch
+from megatron_stability.megatron.access.data_iterators import DataIterators
 from megatron_stability.observe.batch import SIGNALS, scores
 from megatron_stability.observe.reduction import Combine
 from megatron_stability.pipeline import Pipeline
 from megatron_stability.records import Action, Decision, StepRecord
-
-if TYPE_CHECKING:
-    from megatron_stability.megatron.access.data_iterators import DataIterators
-
-
-class LookAhead:
-    """An iterator whose next items can be looked at before they are asked for."""
-
-    def __init__(self, source: Iterator[Any]) -> None:
-        """`source`: gives the items."""
-        self._source = source
-        self._kept: deque[Any] = deque()
-
-    def __iter__(self) -> LookAhead:
-        return self
-
-    def __next__(self) -> Any:
-        return self._kept.popleft() if self._kept else next(self._source)
-
-    def peek(self, count: int) -> list[Any]:
-        """The next items, fewer where the source ends."""
-        while len(self._kept) < count:
-            try:
-                self._kept.append(next(self._source))
-            except StopIteration:
-                break
-        return list(self._kept)[:count]
 
 
 class BatchHook:
@@ -73,6 +48,7 @@ class BatchHook:
         for chunk in chunks:
             chunk.register_forward_pre_hook(self._read, with_kwargs=True)
         self._here = bool(chunks)
+        self._said = False
 
     def _read(self, chunk: Any, inputs: tuple[Any, ...], options: dict[str, Any]) -> None:
         tokens = inputs[0] if inputs else options.get("input_ids")
@@ -80,7 +56,9 @@ class BatchHook:
             self._seen.append(scores(tokens, self._ngram))
 
     def train_begins(self) -> None:
-        """Nothing."""
+        """Let the workers begin."""
+        if self._here:
+            self._data.read_ahead(get_num_microbatches())
 
     def step_begins(self, step: int) -> None:
         """Forget the step before."""
@@ -93,16 +71,23 @@ class BatchHook:
 
     def _next(self) -> list[torch.Tensor]:
         """Scores of the micro-batches that come next, if the next step has as many as this one."""
-        iterator = self._data.first if self._here else None
-        if iterator is None:
-            return []
-        if not isinstance(iterator.iterable, LookAhead):
-            iterator.iterable = LookAhead(iterator.iterable)
-        coming = [batch["tokens"] for batch in iterator.iterable.peek(get_num_microbatches()) if "tokens" in batch]
+        batches = self._data.peek(get_num_microbatches()) if self._here else []
+        if batches and not self._said:
+            self._said = True
+            size = sum(each.nbytes for batch in batches for each in _tensors(batch)) / 1e6
+            print_rank_0(
+                f"> megatron-stability: batches are scored a step ahead: {len(batches)} micro-batches, {size:.3g} MB "
+                "in the memory of each rank that loads, and as many again on their way from its workers"
+            )
+        coming = [batch["tokens"] for batch in batches if "tokens" in batch]
         return [scores(tokens.to(self._device, non_blocking=True), self._ngram) for tokens in coming]
 
     def update_done(self, record: StepRecord, updated: bool) -> None:
         """Nothing."""
+
+
+def _tensors(batch: Mapping[str, Any]) -> list[torch.Tensor]:
+    return [each for each in batch.values() if isinstance(each, torch.Tensor)]
 
 
 def _worst(names: tuple[str, ...], seen: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:

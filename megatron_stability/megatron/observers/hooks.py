@@ -16,8 +16,10 @@ from megatron_stability.errors import UsageError
 from megatron_stability.megatron.access import master_weights
 from megatron_stability.megatron.access.collectives import gather_json
 from megatron_stability.megatron.access.data_iterators import DataIterators
+from megatron_stability.megatron.access.flags import cuda_graphs
 from megatron_stability.megatron.access.host import Host
 from megatron_stability.megatron.attention import qk_clip
+from megatron_stability.megatron.checkpoint.run_files import RunFiles
 from megatron_stability.megatron.fp8.flags import active_transformer_engine
 from megatron_stability.megatron.fp8.hook import Fp8Hook
 from megatron_stability.megatron.model.embedding_clip import EmbeddingClipHook
@@ -30,6 +32,7 @@ from megatron_stability.megatron.observers.norms import NormsHook
 from megatron_stability.megatron.observers.replicas import ReplicaHook
 from megatron_stability.megatron.observers.sketches import SketchHook
 from megatron_stability.megatron.observers.step import StepHook
+from megatron_stability.megatron.observers.vocabulary import VocabularyHook
 from megatron_stability.observe.reduction import How
 from megatron_stability.records import AttentionTable, StepRecord
 
@@ -54,6 +57,14 @@ class WeightHook(Protocol):
 
     def update_done(self, record: StepRecord, updated: bool) -> AttentionTable | None:
         """Collective, after the optimizer; `updated` says whether it changed the weights."""
+
+
+@runtime_checkable
+class EvaluationHook(Protocol):
+    """A hook that is told of evaluations."""
+
+    def evaluated(self, suffix: str, losses: Mapping[str, torch.Tensor]) -> None:
+        """Collective, after each validation set, whose losses these are; they are empty but on the last stage."""
 
 
 @runtime_checkable
@@ -88,6 +99,7 @@ def build(
     args: Namespace,
     data: DataIterators,
     host: Host,
+    files: RunFiles,
     loaded: Callable[[], Mapping[str, Any]],
 ) -> list[WeightHook]:
     """The hooks that the configuration asks for. No collective, so that a rank may fail alone and say so.
@@ -101,6 +113,7 @@ def build(
         args: Megatron's.
         data: the iterators.
         host: the loop around the core.
+        files: the run's data files.
         loaded: what Transformer Engine's modules had in the checkpoint that was loaded last.
 
     Returns:
@@ -110,7 +123,8 @@ def build(
         UsageError: a layer of this rank can't be measured or clipped; names it.
     """
     hooks = _observers(config, model, optimizer, device, args, host)
-    if config.observe.batch.enabled and not _graphs(args):
+    hooks.append(VocabularyHook(host.vocab_size(), model, device, files.refuse_id))
+    if config.observe.batch.enabled and cuda_graphs.flag(args) is None:
         hooks.append(BatchHook(config.observe.batch.ngram, model, device, data))
     if qk_clip.wanted(config):
         hooks.append(qk_clip.AttentionHook(config, model, optimizer, device))
@@ -152,6 +166,28 @@ def _transformer_engine_hook(
     return TransformerEngineHook(model, device, run)
 
 
+def evaluated(hooks: Sequence[WeightHook], suffix: str, losses: Mapping[str, torch.Tensor]) -> None:
+    """Tell those whom it concerns of a set's losses. Collective; see `EvaluationHook`."""
+    for hook in hooks:
+        if isinstance(hook, EvaluationHook):
+            hook.evaluated(suffix, losses)
+
+
+def judge(hooks: Sequence[WeightHook], record: StepRecord) -> None:
+    """Before the update: end the run where the record shows what no policy may pass over. Equal on every rank.
+
+    Args:
+        hooks: of the run.
+        record: the step's.
+
+    Raises:
+        UsageError: a batch held an id that is no token.
+    """
+    for hook in hooks:
+        if isinstance(hook, VocabularyHook):
+            hook.judge(record)
+
+
 def say(args: Namespace, what: str) -> None:
     """One line from rank 0 on what can't be active."""
     if args.rank == 0:
@@ -171,31 +207,23 @@ def _observers(
     config: StabilityConfig, model: Sequence[Any], optimizer: Any, device: torch.device, args: Namespace, host: Host
 ) -> list[WeightHook]:
     """What only measures. The fixed micro-batch comes first: the others forget what they saw of it."""
-    observe, sharded = config.observe, bool(getattr(args, "use_megatron_fsdp", False) or args.use_torch_fsdp2)
+    observe, norms = config.observe, config.observe.norms
+    vocab_size = real_vocab_size(host.vocab_size(), args.padded_vocab_size)
     hooks: list[WeightHook] = []
-    if sharded:
-        say(args, "FSDP keeps parts of weights and gradients in its own way: no norms of them, no digests of replicas")
-    elif observe.replicas.weights_every or observe.replicas.compute_every:
-        vocab_size = real_vocab_size(host.vocab_size(), args.padded_vocab_size)
+    if observe.replicas.weights_every or observe.replicas.compute_every:
         hooks.append(ReplicaHook(observe.replicas, model, device, args, vocab_size))
     hooks.append(StepHook(float(optimizer.config.clip_grad)))
-    if not sharded:
-        norms = observe.norms
-        if flag := next((name for name in _NO_PLAIN_MASTERS if getattr(args, name, False)), None):
-            say(args, f"--{flag.replace('_', '-')}: no norms of weights, for their masters are no plain fp32 tensors")
-            norms = norms.model_copy(update={"params_every": 0})
-        hooks.append(NormsHook(norms, model, optimizer, args))
-    if _graphs(args):
-        say(args, "--cuda-graph-impl: a replayed graph calls no hook, so batches and experts are not observed")
+    if flag := next((name for name in _NO_PLAIN_MASTERS if getattr(args, name, False)), None):
+        say(args, f"--{flag.replace('_', '-')}: no norms of weights, for their masters are no plain fp32 tensors")
+        norms = norms.model_copy(update={"params_every": 0})
+    hooks.append(NormsHook(norms, model, optimizer, args, vocab_size))
+    if (graphs := cuda_graphs.flag(args)) is not None:
+        say(args, f"{graphs}: a replayed graph calls no hook, so batches and experts are not observed")
     elif args.num_experts and observe.moe.every:
         hooks.append(MoeHook(observe.moe.every, model))
     if args.do_valid:
         hooks.append(HeldOutHook(args))
     return hooks
-
-
-def _graphs(args: Namespace) -> bool:
-    return bool(getattr(args, "cuda_graph_impl", "none") != "none")
 
 
 def refuse_what_cannot_work(config: StabilityConfig, args: Namespace) -> None:

@@ -27,6 +27,7 @@ from megatron.core.utils import unwrap_model
 from megatron_stability.config import StabilityConfig
 from megatron_stability.errors import UsageError
 from megatron_stability.megatron.access import rank_state
+from megatron_stability.megatron.access.flags import cuda_graphs
 from megatron_stability.megatron.access.optimizer_state import ForwardState
 from megatron_stability.observe.config import Replicas as Settings
 from megatron_stability.observe.fingerprint import digest
@@ -54,12 +55,7 @@ class ReplicaHook:
         """
         self._settings, self._model, self._args = settings, list(model), args
         self._step = 0
-        experts = rank_state.expert_names(self._model)
-        named = list(rank_state.weights(self._model))
-        self._weights = {
-            "weights": [tensor for name, tensor in named if name not in experts],
-            "expert_weights": [tensor for name, tensor in named if name in experts],
-        }
+        self._experts = rank_state.expert_names(self._model)
         self._check = FixedBatch(self._model, device, args, vocab_size) if settings.compute_every else None
         self._signals: dict[str, How] = {}
         self._found: dict[str, torch.Tensor] = {}
@@ -88,9 +84,12 @@ class ReplicaHook:
     def observe(self) -> Mapping[str, torch.Tensor]:
         """The digests that are due."""
         if self._settings.weights_due(self._step, saves=saves_after(self._args, self._step)):
-            for name, tensors in self._weights.items():
-                if name in self._signals and tensors:
-                    self._found[name] = fold(digest(tensors))
+            weights: dict[str, list[torch.Tensor]] = {"weights": [], "expert_weights": []}
+            for name, tensor in rank_state.weights(self._model):  # anew: a quantized weight may get new codes
+                weights["expert_weights" if name in self._experts else "weights"].append(tensor)
+            for kind, tensors in weights.items():
+                if kind in self._signals and tensors:
+                    self._found[kind] = fold(digest(tensors))
         return self._found
 
     def update_done(self, record: StepRecord, updated: bool) -> None:
@@ -174,12 +173,10 @@ def refuse_what_cannot_work(config: StabilityConfig, args: Namespace) -> None:
     """
     if not config.observe.replicas.compute_every:
         return
-    sharded = bool(getattr(args, "use_megatron_fsdp", False) or args.use_torch_fsdp2)
     for flag, active, why in (
         ("--context-parallel-size above 1", args.context_parallel_size > 1, "context ranks see different positions"),
         ("--expert-model-parallel-size above 1", args.expert_model_parallel_size > 1, "experts mix ranks' tokens"),
         ("--mtp-num-layers", bool(getattr(args, "mtp_num_layers", None)), "MTP layers log what they see"),
-        ("--use-megatron-fsdp or --use-torch-fsdp2", sharded, "a rank has parts of weights only"),
         ("--fp8-format", bool(getattr(args, "fp8", None)), "amax histories would take it in"),
         ("fp8.emulate", config.fp8.emulate != "none", "amax histories would take it in"),
         (
@@ -187,7 +184,7 @@ def refuse_what_cannot_work(config: StabilityConfig, args: Namespace) -> None:
             bool(getattr(args, "defer_embedding_wgrad_compute", False)),
             "it keeps activations back",
         ),
-        ("--cuda-graph-impl", getattr(args, "cuda_graph_impl", "none") != "none", "graphs are captured of the step"),
+        (str(cuda_graphs.flag(args)), cuda_graphs.flag(args) is not None, "graphs are captured of the step"),
     ):
         if active:
             raise UsageError(f"observe.replicas.compute_every with {flag}: {why}; set it to 0")

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron_stability import files
 from megatron_stability.ledger.sketches import FILE
 from megatron_stability.megatron.access import master_weights
 from megatron_stability.megatron.access.parameters import layer_of, once
@@ -86,6 +87,4 @@ class SketchHook:
         weights, gradients = (base64.b64encode(part[:, :K].numpy().tobytes()).decode("ascii") for part in table)
         cut = [str(int(value)) for value in table[0, :, K]]
         line = {"step": self._step, "k": K, "cut": cut, "weights": weights, "gradients": gradients}
-        self._folder.mkdir(parents=True, exist_ok=True)
-        with (self._folder / FILE).open("a", encoding="utf-8") as stream:
-            stream.write(json.dumps(line, allow_nan=False) + "\n")
+        files.append_line(self._folder / FILE, json.dumps(line, allow_nan=False))

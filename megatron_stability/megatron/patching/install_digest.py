@@ -14,20 +14,42 @@ from packaging.version import Version
 import megatron_stability
 from megatron_stability.config import StabilityConfig
 from megatron_stability.errors import UsageError
+from megatron_stability.megatron.patching.adapter.needs import missing_needs
 from megatron_stability.megatron.patching.tree import installed_root, read_bridge, read_tree
 
 
 def versions() -> dict[str, str]:
     """Names and versions that decide what this rank computes; Megatron-Bridge's where it is the loop that runs."""
+    tree = read_tree(installed_root())
     known = {
         "megatron_stability": megatron_stability.__version__,
         "megatron_core": Version(megatron_core_version).public,  # without the hash of whatever repository we run in
-        "patches": read_tree(installed_root()).patch_set.digest,
+        "patches": tree.patch_set.digest,
     }
+    if tree.by_anchor:
+        known["megatron_tree"] = tree.said
     if "megatron.bridge" not in sys.modules:
         return known
     bridge = read_bridge()
     return known | {"megatron_bridge": bridge.version, "bridge_patches": bridge.patch_set.digest}
+
+
+def missing_names() -> str | None:
+    """What rank 0 has to say against an unknown Megatron: each name that the adapter reads and it has not.
+
+    Returns:
+        One sentence, for `compare`; None on other ranks, in a known release, and where nothing is missing.
+    """
+    root = installed_root()
+    tree = read_tree(root)
+    if dist.get_rank() != 0 or not tree.by_anchor:
+        return None
+    missing = [f"{need.what} of {need.module} ({need.reason})" for need in missing_needs(root)]
+    if not missing:
+        return None
+    return (
+        f"{tree.said}; but the plugin reads what is not there: {', '.join(missing)}; docs/porting.md says how to port"
+    )
 
 
 def compare(group: dist.ProcessGroup | None, config: StabilityConfig, complaint: str | None = None) -> None:

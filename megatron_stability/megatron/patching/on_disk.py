@@ -85,7 +85,7 @@ def _write(tree: Tree, changes: list[Change]) -> None:
                 done.append(old)
         finally:
             _discard(staged.values())
-        _sync_folders(changes)
+        _sync_folders({change.path.parent for change in changes})
     except OSError as error:
         _put_back(root, done)
         raise UsageError(f"{error.filename or root} can't be written: {error.strerror}; {_NOTHING_CHANGED}") from error
@@ -164,12 +164,15 @@ def _move(change: Change, staged: dict[Path, Path]) -> None:
 
 def _drop_trusted_caches(changes: Iterable[Change]) -> None:
     """Removes each .pyc that Python would run without a look at the changed source."""
+    shrunk = set()
     for change in changes:
         for cache in (change.path.parent / "__pycache__").glob(f"{change.path.stem}.*.pyc"):
             with cache.open("rb") as file:
                 unchecked = file.read(8)[4:] == _UNCHECKED_HASH
             if unchecked:
                 cache.unlink()
+                shrunk.add(cache.parent)
+    _sync_folders(shrunk)  # before the sources change: a cache that came back would run the old one
 
 
 def _discard(files: Iterable[Path]) -> None:
@@ -183,9 +186,9 @@ def _leftovers(tree: Tree) -> list[Path]:
     return [file for folder in folders for file in folder.glob(f"{_PREFIX}*.tmp")]
 
 
-def _sync_folders(changes: Iterable[Change]) -> None:
-    """Makes the moves themselves durable."""
-    for folder in {change.path.parent for change in changes}:
+def _sync_folders(folders: Iterable[Path]) -> None:
+    """Makes moves and removals in them durable."""
+    for folder in folders:
         descriptor = os.open(folder, os.O_RDONLY)
         try:
             os.fsync(descriptor)

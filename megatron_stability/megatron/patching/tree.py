@@ -12,6 +12,7 @@ from pathlib import Path
 from packaging.version import InvalidVersion, Version
 
 from megatron_stability.errors import UsageError
+from megatron_stability.megatron.patching.anchor import by_anchor
 from megatron_stability.megatron.patching.diff import ContextError, read_text
 from megatron_stability.megatron.patching.patch_set import PatchSet, load_patch_set, patches_root, supported_versions
 
@@ -42,13 +43,27 @@ class TargetFile:
 class Tree:
     """A Megatron tree in which every target file is, to the byte, either stock or patched.
 
-    `version` is what the tree says of itself; `patch_set.version` may differ for a clone.
+    `version` is what the tree says of itself; `patch_set.version` may differ for a clone. `by_anchor` says that no
+    committed diffs fit, so that the seams were placed by their anchors.
     """
 
     root: Path
     version: str
     patch_set: PatchSet
     files: tuple[TargetFile, ...]
+    by_anchor: bool = False
+
+    @property
+    def stock_digest(self) -> str:
+        """sha256, 12 digits of it, of the stock text of the target files."""
+        return by_anchor.stock_digest({file.path: file.stock for file in self.files})
+
+    @property
+    def said(self) -> str:
+        """What the tree is, in a few words."""
+        if not self.by_anchor:
+            return f"megatron-core {self.version}"
+        return f"unknown Megatron {self.version} (digest {self.stock_digest}), seams placed by anchor"
 
     @property
     def state(self) -> State:
@@ -135,21 +150,22 @@ def detect_version(root: Path) -> tuple[str, bool]:
 def read_tree(root: Path, patches: Path | None = None) -> Tree:
     """Reads every target file below `root` and finds the patch set that fits.
 
-    A wheel must have the very version of a patch set. A clone's version names a line of development rather than bytes
-    (the tag core_v0.19.0 calls itself 0.19.1), so a clone may have any version of the same minor release whose target
-    files the patches fit exactly.
+    A release with diffs of its own has its very bytes: a wheel its very version, a clone any version of the same minor
+    release whose target files the diffs fit (the tag core_v0.19.0 calls itself 0.19.1). In every other tree the seams
+    are placed by their anchors, all or none.
 
     Args:
         root: a clone's root or a site-packages folder.
-        patches: the folder of patch folders; `patches_root()` by default.
+        patches: the folder of patch folders; `patches_root()` by default. Anchors belong to the default alone.
 
     Returns:
         The tree and its patch set, whatever its state.
 
     Raises:
-        UsageError: no Megatron there, an unknown version, or a file that is neither stock nor patched; names the file,
-            the hunk, the expected and found line, and the supported versions.
+        UsageError: no Megatron there, or a file in which a seam does not hold; names the file, the function, the seam
+            and what stands there.
     """
+    own = patches is None or patches == patches_root()
     patches = patches or patches_root()
     version, is_wheel = detect_version(root)
     supported = supported_versions(patches)
@@ -157,7 +173,10 @@ def read_tree(root: Path, patches: Path | None = None) -> Tree:
         Version(version)
     except InvalidVersion:
         raise UsageError(f"{root} says it is megatron-core {version!r}, which is no version; reinstall it.") from None
-    candidates = [version] if version in supported or is_wheel else _same_minor(version, supported) or [version]
+    same_minor = _same_minor(version, supported)
+    candidates = [version] if version in supported else [] if is_wheel else same_minor
+    if not candidates and not own:
+        load_patch_set(version, patches)  # says which there are
     misfit: ContextError | None = None
     for candidate in candidates:
         patch_set = load_patch_set(candidate, patches)
@@ -165,10 +184,23 @@ def read_tree(root: Path, patches: Path | None = None) -> Tree:
             return Tree(root, version, patch_set, tuple(_read_file(root, patch_set, path) for path in patch_set.paths))
         except ContextError as error:
             misfit = misfit or error
+    if own:
+        return _read_by_anchor(root, version, supported)
     raise UsageError(
         f"{root} (megatron-core {version}) can't be patched: {misfit}; supported are megatron-core "
         f"{', '.join(supported)} with unchanged target files; nothing was changed."
     ) from misfit
+
+
+def _read_by_anchor(root: Path, version: str, supported: tuple[str, ...]) -> Tree:
+    files = by_anchor.read_files(root)
+    if not all(file.holds for file in files):
+        raise UsageError(
+            f"{root} (megatron-core {version}) can't be patched: {by_anchor.refusal(files)}; `megatron-stability patch "
+            f"check --target {root}` shows every seam; nothing was changed."
+        )
+    targets = tuple(TargetFile(f.path, f.stock, f.patched or "", f.applied) for f in files)
+    return Tree(root, version, by_anchor.patch_set(files, version, supported), targets, by_anchor=True)
 
 
 def read_bridge(patches: Path | None = None, root: Path | None = None) -> Tree:

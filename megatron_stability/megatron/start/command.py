@@ -15,6 +15,7 @@ from typing import Literal
 
 from megatron_stability import config as tree
 from megatron_stability.errors import EXIT_FINE, UsageError
+from megatron_stability.megatron.access import processes
 from megatron_stability.megatron.access.speaks import speaks
 from megatron_stability.megatron.start import input_checks
 from megatron_stability.megatron.start.job import Job, rank_main
@@ -26,7 +27,8 @@ EPILOG = {
     "pretrain": "All other flags are Megatron's. Example, a dry run on two CPU ranks:\n"
     "  megatron-stability pretrain --nproc 2 --cpu --tensor-model-parallel-size 2 --num-layers 2 --hidden-size 64 \\\n"
     "    --num-attention-heads 4 --seq-length 64 --max-position-embeddings 64 --micro-batch-size 2 \\\n"
-    "    --global-batch-size 4 --train-iters 10 --lr 1e-3 --mock-data --vocab-size 255",
+    "    --global-batch-size 4 --train-iters 10 --lr 1e-3 --mock-data --vocab-size 255 \\\n"
+    "    --eval-iters 0 --eval-interval 10",
     "run": "SCRIPT and all other flags are Megatron's. Example:\n"
     "  torchrun --nproc-per-node 8 -m megatron_stability run pretrain_gpt.py --spec megatron_stability ...",
 }
@@ -116,6 +118,8 @@ def _start_ranks(options: argparse.Namespace, argv: list[str], script: Path | No
 
 def _be_rank(options: argparse.Namespace, argv: list[str], script: Path | None) -> int:
     """This process was started by torchrun: every rank judges the same, rank 0 says it, all exit 2."""
+    processes.follow_torchrun()
+    processes.end_daemons_at_exit()
     if options.nproc is not None:
         raise UsageError("--nproc was given under torchrun, which started the ranks already; drop one of the two")
     size = os.environ.get("WORLD_SIZE", "")

@@ -26,6 +26,7 @@ from megatron_stability.numerics.fp8.readiness import Expected, LayerReadiness, 
 from megatron_stability.numerics.fp8.readiness import output_snr_db as output_snr
 from megatron_stability.numerics.fp8.recipes import Recipe
 from megatron_stability.records import encode_float
+from megatron_stability.report import pages
 
 ROWS = 512  # inputs of a layer that are kept for the SNRs, spread over the batches
 E4M3_BITS = (4, 3)  # ModelOpt's name for it
@@ -231,8 +232,7 @@ def run(argv: Sequence[str]) -> int:
     found = report(results, recipe, options.forwards, options.keep)
     print(f"keep in BF16 first: {', '.join(found['keep_in_bf16'])}")
     if options.json is not None:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps(found, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+        pages.replace("--json", options.json, json.dumps(found, indent=1, allow_nan=False) + "\n")
     return EXIT_FINE
 
 

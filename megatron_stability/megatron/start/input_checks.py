@@ -8,7 +8,6 @@ import difflib
 import io
 import math
 import os
-import struct
 import tempfile
 import traceback
 from collections.abc import Mapping, Sequence
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_stability import config as tree
+from megatron_stability.data import blends, index, splits
 from megatron_stability.errors import UsageError
 from megatron_stability.megatron.fp8.flags import refuse_inactive_fp8
 
@@ -23,16 +23,18 @@ if TYPE_CHECKING:
     from megatron_stability.megatron.start.job import Job
 from megatron_stability.megatron.start.parser import OneSentenceParser
 
-INDEX_MAGIC = b"MMIDIDX\x00\x00"  # core/datasets/indexed_dataset.py
 COUNTS = (
     *("num-layers", "hidden-size", "num-attention-heads", "num-query-groups", "seq-length", "max-position-embeddings"),
     *("micro-batch-size", "global-batch-size", "log-interval", "vocab-size"),
     *("num-experts", "moe-router-topk"),
 )
-DTYPE_BYTES = {1: 1, 2: 1, 3: 2, 4: 4, 5: 8, 6: 8, 7: 4, 8: 2}
+DATA_FLAGS: Mapping[str, Mapping[str, Any]] = {
+    **{f"--{each}data-path": {"nargs": "*"} for each in ("", "train-", "valid-", "test-")},
+    **{flag: {} for flag in ("--data-args-path", "--per-split-data-args-path", "--split")},
+}
 
 
-def _peek(argv: Sequence[str], flags: dict[str, Any]) -> argparse.Namespace:
+def _peek(argv: Sequence[str], flags: Mapping[str, Mapping[str, Any]]) -> argparse.Namespace:
     """Some of Megatron's flags, read without Megatron."""
     parser = OneSentenceParser(allow_abbrev=False, add_help=False)
     for flag, options in flags.items():
@@ -103,7 +105,7 @@ def check_sizes(argv: Sequence[str]) -> None:
 
 
 def check_files(argv: Sequence[str]) -> None:
-    """Data files must be there and whole, output folders writable.
+    """Data files must be there and whole, no split empty, output folders writable.
 
     Args:
         argv: Megatron's flags.
@@ -111,26 +113,25 @@ def check_files(argv: Sequence[str]) -> None:
     Raises:
         UsageError: names the flag and the file.
     """
-    paths = {"nargs": "*", "default": []}
-    data_flags = ("--data-path", "--train-data-path", "--valid-data-path", "--test-data-path")
-    read = _peek(argv, dict.fromkeys(data_flags, paths))
-    for flag, entries in zip(data_flags, vars(read).values(), strict=True):
-        for prefix in entries:
-            with contextlib.suppress(ValueError):
-                float(prefix)  # a blend's weight
-                continue
-            try:
-                check_dataset(flag, prefix)
-            except OSError as error:
-                raise UsageError(f"{flag} {prefix}: its files can't be read ({error.strerror})") from None
-    lists = ("--data-args-path", "--per-split-data-args-path")
-    for flag, file in zip(lists, vars(_peek(argv, {flag: {"default": None} for flag in lists})).values(), strict=True):
-        if file is not None and not Path(file).is_file():
-            raise UsageError(f"{flag} {file}: there is no such file")
+    check_data(_peek(argv, DATA_FLAGS))
     folders = ("--save", "--tensorboard-dir", "--stability-record-dir")
     for flag, folder in vars(_peek(argv, {flag: {"default": None} for flag in folders})).items():
         if folder is not None:
             check_writable("--" + flag.replace("_", "-"), Path(folder))
+
+
+def check_data(args: argparse.Namespace) -> None:
+    """Every data set that is named must be there and whole, and every split must hold a token. A few reads for each.
+
+    Args:
+        args: has Megatron's names of what says where the data are, and `split`.
+
+    Raises:
+        UsageError: names the setting and the file.
+    """
+    data_sets = blends.data_sets(args)
+    indexes = {each.prefix: index.read(each.flag, each.prefix) for each in data_sets}
+    splits.refuse_empty(data_sets, indexes, getattr(args, "split", None))
 
 
 def check_device() -> None:
@@ -143,29 +144,6 @@ def check_device() -> None:
 
     if not torch.cuda.is_available():
         raise UsageError("no CUDA device is visible; --cpu makes a dry run without one")
-
-
-def check_dataset(flag: str, prefix: str) -> None:
-    """PREFIX.idx and PREFIX.bin must exist, and the index must describe exactly the bytes that are there."""
-    index, data = Path(f"{prefix}.idx"), Path(f"{prefix}.bin")
-    for file in (index, data):
-        if not file.is_file():
-            raise UsageError(f"{flag} {prefix}: {file} does not exist; `megatron-stability prepare-data` makes it")
-    with index.open("rb") as stream:
-        head = stream.read(9 + 8 + 1 + 8 + 8)
-        if len(head) < 34 or head[:9] != INDEX_MAGIC:
-            raise UsageError(f"{flag} {prefix}: {index} is not a Megatron index; make it again")
-        _, code, sequences, documents = struct.unpack("<QBQQ", head[9:])
-        whole = 34 + sequences * (4 + 8) + documents * 8
-        if index.stat().st_size < whole or code not in DTYPE_BYTES:
-            raise UsageError(f"{flag} {prefix}: {index} is cut short or damaged; make it again")
-        sizes = stream.read(4 * sequences)
-    tokens = sum(memoryview(sizes).cast("i"))
-    if data.stat().st_size != tokens * DTYPE_BYTES[code]:
-        raise UsageError(
-            f"{flag} {prefix}: {data} has {data.stat().st_size} bytes where its index says "
-            f"{tokens * DTYPE_BYTES[code]}; make it again"
-        )
 
 
 def check_writable(flag: str, folder: Path) -> None:
@@ -211,7 +189,7 @@ def complaint_about_arguments(job: Job, world: int, prepared: bool = True) -> st
         _refuse_unknown(unknown, parser)
         with contextlib.redirect_stdout(io.StringIO()), _argv(job.argv):
             args = parse_args(gpt.add_arguments)
-            validate_args(args, {"tokenizer_type": "NullTokenizer"})
+            validate_args(args, dict(gpt.DEFAULTS))
             core_transformer_config_from_args(args)  # refuses more, such as heads that the tensor ranks can't share
         gpt.refuse_what_is_not_carried(args)
         _refuse_missing(args)
@@ -220,6 +198,7 @@ def complaint_about_arguments(job: Job, world: int, prepared: bool = True) -> st
         refuse_inactive_fp8(config.fp8, config.mode, args)
         if config.mode != "off":
             arguments.refuse_what_cannot_work(config, args)
+        arguments.refuse_what_megatron_meets_late(args)
     except (UsageError, argparse.ArgumentTypeError) as error:
         return str(error)
     except (AssertionError, ValueError, RuntimeError, KeyError, TypeError, ArithmeticError, OSError) as error:

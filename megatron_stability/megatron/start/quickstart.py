@@ -8,6 +8,7 @@ two runs.
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import math
 import re
@@ -22,11 +23,13 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from megatron_stability import files
 from megatron_stability.data.prepare import Options
 from megatron_stability.errors import EXIT_FINDING, EXIT_FINE, UsageError
 from megatron_stability.megatron.start import input_checks
 from megatron_stability.megatron.start.prepare_data import prepare
 from megatron_stability.records import encode_float
+from megatron_stability.report import pages
 from megatron_stability.report.command import build_report
 from megatron_stability.report.runview import RunView
 from megatron_stability.report.summary import number, table
@@ -122,7 +125,7 @@ def run(argv: Sequence[str]) -> int:
         "pipeline_model_parallel_size": PIPELINE,
         **{each.view.name: each.summary() for each in finished},
     }
-    (out / "summary.json").write_text(json.dumps(summary, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+    pages.replace("--out", out / "summary.json", json.dumps(summary, indent=2, allow_nan=False) + "\n")
     console.print(table([each.view for each in finished]))
     for each in finished:
         for line in each.view.notes:
@@ -134,7 +137,7 @@ def run(argv: Sequence[str]) -> int:
 def text_options() -> Options:
     """What is taken of the standard library: sources, without what pip put beside them and without its tests."""
     exclude = ("*/site-packages/*", "site-packages/*", "*/test/*", "test/*", "*/tests/*")
-    return Options(patterns=("*.py",), exclude=exclude, max_bytes=TEXT_BYTES, overwrite=True)
+    return Options(patterns=("*.py",), exclude=exclude, max_bytes=TEXT_BYTES, overwrite=True, follow_links=True)
 
 
 def _train(name: str, flags: Sequence[str], out: Path, console: Console) -> Finished:
@@ -164,7 +167,7 @@ def _follow(command: Sequence[str], log: Path, name: str, console: Console) -> i
         TextColumn("{task.description}"),
     )
     with (
-        log.open("w", encoding="utf-8") as stream,
+        io.TextIOWrapper(files.open_log(log), encoding="utf-8") as stream,
         subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process,
         Progress(*columns, console=console, disable=not console.is_terminal) as progress,
     ):

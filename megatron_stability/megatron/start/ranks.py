@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
+import io
 import multiprocessing as mp
 import os
-import re
-import signal
 import socket
 import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator
-from multiprocessing.connection import wait
+from collections.abc import Callable, Collection
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 from megatron_stability.errors import EXIT_FINE, EXIT_HALTED, EXIT_REWIND, EXIT_UNUSABLE, UsageError
+from megatron_stability.megatron.access import processes
 
-GRACE_S = 10.0  # how long the other ranks may take to end by themselves once one has failed
-PR_SET_PDEATHSIG = 1  # linux/prctl.h
 TAIL = 60  # lines of the failing rank's standard error that are shown
 
 
@@ -75,32 +70,37 @@ class Ranks:
             0, or the exit code of the first rank that failed.
         """
         os.environ.update(self._environment)
-        processes: list[Any] = []
-        for rank in range(self._world):
-            process: Any = self._context.Process(  # type: ignore[attr-defined]
-                target=_rank, args=(rank, target, job, self._fork, self._log(rank), os.getpid()), name=f"rank-{rank}"
-            )
-            process.start()
-            processes.append(process)
-        try:
-            return self._watch(processes)
-        finally:
-            for process in processes:
-                if process.is_alive():
-                    _kill_with_children(process)
-                process.join()
+        with processes.orphans_end_here() as end_orphans:
+            ranks = [self._start(rank, target, job) for rank in range(self._world)]
+            try:
+                with processes.passes_signals_on(lambda: _pids(ranks)):
+                    return self._watch(ranks, end_orphans)
+            finally:
+                for rank in ranks:
+                    if rank.is_alive():
+                        processes.kill_with_descendants(rank.pid)
+                    rank.join()
 
-    def _watch(self, processes: list[Any]) -> int:
-        pending = dict(enumerate(processes))
+    def _start(self, rank: int, target: Callable[[Any, bool], None], job: Any) -> Any:
+        process: Any = self._context.Process(  # type: ignore[attr-defined]
+            target=_rank, args=(rank, target, job, self._fork, self._log(rank), os.getpid()), name=f"rank-{rank}"
+        )
+        process.start()
+        return process
+
+    def _watch(self, ranks: list[Any], end_orphans: Callable[[Collection[int]], None]) -> int:
+        """Not by `Process.sentinel`: that is a pipe which a killed rank's own children hold open."""
+        pending = dict(enumerate(ranks))
         while pending:
-            wait([process.sentinel for process in pending.values()])
+            time.sleep(processes.POLL_S)
             for rank, process in list(pending.items()):
                 if process.exitcode is None:
                     continue
                 del pending[rank]
                 if process.exitcode != EXIT_FINE:
-                    _let_end(list(pending.values()))
-                    speaker = 0 if processes[0].exitcode == process.exitcode else rank  # what all know, rank 0 says
+                    end_orphans(_pids(ranks))
+                    _let_end(ranks)
+                    speaker = 0 if ranks[0].exitcode == process.exitcode else rank  # what all know, rank 0 says
                     self._tell(speaker, process.exitcode)
                     return int(process.exitcode) if process.exitcode > 0 else 128 - int(process.exitcode)
         return EXIT_FINE
@@ -119,43 +119,35 @@ class Ranks:
 
 def without_usage(said: str) -> str:
     """What a script said, without argparse's usage: of Megatron's flags it is a thousand lines before the error."""
-    return re.sub(r"^usage: .*?\n(?=\S[^\n]*: error: )", "", said, flags=re.MULTILINE | re.DOTALL)
+    kept: list[str] = []
+    usage: int | None = None  # where it begins
+    for line in io.StringIO(said, newline="\n"):
+        if usage is None and line.startswith("usage: "):
+            usage = len(kept)
+        elif usage is not None and not line[0].isspace() and ": error: " in line[1:]:
+            del kept[usage:]
+            usage = None
+        kept.append(line)
+    return "".join(kept)
 
 
-def _let_end(processes: list[Any]) -> None:
-    deadline = time.monotonic() + GRACE_S
-    for process in processes:
-        process.join(max(0.0, deadline - time.monotonic()))
+def _let_end(ranks: list[Any]) -> None:
+    deadline = time.monotonic() + processes.GRACE_S
+    while _pids(ranks) and time.monotonic() < deadline:
+        time.sleep(processes.POLL_S)
 
 
-def _kill_with_children(process: Any) -> None:
-    """SIGKILL lets a rank end nothing of its own; a writer of its checkpoints would wait for it for ever."""
-    pids = [process.pid, *_descendants(process.pid)]
-    for pid in pids:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-
-
-def _descendants(pid: int) -> Iterator[int]:
-    for listed in Path(f"/proc/{pid}/task").glob("*/children"):
-        with contextlib.suppress(OSError):  # it has ended meanwhile
-            for child in map(int, listed.read_text().split()):
-                yield from (child, *_descendants(child))
-
-
-def _end_with(launcher: int) -> None:
-    """Let a launcher that is killed, by SIGKILL too, take its ranks along; they get SIGTERM."""
-    if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGTERM) != 0:
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
-    if os.getppid() != launcher:  # it died before the call
-        os.kill(os.getpid(), signal.SIGTERM)
+def _pids(ranks: list[Any]) -> list[int]:
+    """Of those that have not ended."""
+    return [rank.pid for rank in ranks if rank.exitcode is None]
 
 
 def _rank(rank: int, target: Callable[[Any, bool], None], job: Any, prepared: bool, log: Path, launcher: int) -> None:
     error = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     sys.stderr.flush()
     os.dup2(error, 2)
-    _end_with(launcher)
+    processes.follow(launcher)
+    processes.end_daemons_at_exit()
     os.environ["RANK"] = os.environ["LOCAL_RANK"] = str(rank)
     target(job, prepared)
 

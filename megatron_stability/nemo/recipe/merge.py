@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
 from collections.abc import Iterator, Mapping
@@ -23,7 +22,6 @@ from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from megatron_stability.errors import UsageError
-from megatron_stability.megatron.start.input_checks import check_dataset
 from megatron_stability.nemo.recipe import strict
 from megatron_stability.nemo.recipe.recipe_file import Layer, RecipeFile
 
@@ -138,12 +136,6 @@ def refuse_no_data(dataset: Any) -> None:
         )
     if named and dataset.mock:
         raise UsageError("dataset.mock is true and data are named: Bridge would train on mock data; drop one")
-    paths = dataset.data_path or []
-    for prefix in paths.split() if isinstance(paths, str) else [str(path) for path in paths]:
-        with contextlib.suppress(ValueError):
-            float(prefix)  # a blend's weight
-            continue
-        check_dataset("dataset.data_path", prefix)
 
 
 def refuse_unlike_dtypes(container: ConfigContainer) -> None:

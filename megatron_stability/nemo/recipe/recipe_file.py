@@ -10,6 +10,7 @@ Parsed by the libraries that Bridge parses with, OmegaConf and Hydra, so that a 
 
 from __future__ import annotations
 
+import io
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +24,9 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from megatron_stability import config as tree
+from megatron_stability import yaml_text
 from megatron_stability.config import StabilityConfig
+from megatron_stability.echo import brief
 from megatron_stability.errors import UsageError
 
 DEFAULT_RECIPE: Final = "vanilla_gpt_pretrain_config"
@@ -144,7 +147,7 @@ def _stability(file: Path | None, *parts: DictConfig) -> StabilityConfig:
 
 def _load(file: Path) -> DictConfig:
     try:
-        conf = OmegaConf.load(file)
+        conf = OmegaConf.load(io.StringIO(yaml_text.read(file)))
     except OSError as error:
         if error.errno is None:  # OmegaConf's, for a file of one number
             raise UsageError(f"{file}: holds one value, not a mapping of sections") from None
@@ -163,8 +166,8 @@ def _parse(word: str) -> Override:
         raise UsageError(f"unknown flag {word}; overrides are written key=value, e.g. train.train_iters=100")
     try:
         override = OverridesParser.create().parse_override(word)
-    except HydraException as error:
-        raise UsageError(f"{word!r} is not key=value: {_first_line(error)}") from None
+    except (HydraException, RecursionError) as error:
+        raise UsageError(f"{brief(word)} is not key=value: {_first_line(error)}") from None
     if override.is_delete():
         raise UsageError(f"{word!r}: a key of a recipe can't be deleted (Bridge would keep its value); set it to null")
     if override.is_sweep_override():
@@ -191,7 +194,7 @@ def _bridges(layer: Layer) -> Layer:
 
 def _name(value: Any) -> str:
     if not isinstance(value, str) or not value:
-        raise UsageError(f"recipe: {value!r} is not the name of a recipe function, e.g. {DEFAULT_RECIPE}")
+        raise UsageError(f"recipe: {brief(value)} is not the name of a recipe function, e.g. {DEFAULT_RECIPE}")
     return value
 
 

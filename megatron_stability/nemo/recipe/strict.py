@@ -21,6 +21,7 @@ from megatron.bridge.training.mixed_precision import MIXED_PRECISION_RECIPES
 from megatron.bridge.utils.activation_map import ACTIVATION_FUNC_MAP, str_to_callable, str_to_dtype
 from megatron.bridge.utils.instantiate_utils import InstantiationException, _locate, _validate_target_prefix
 
+from megatron_stability.echo import brief
 from megatron_stability.errors import UsageError
 
 TARGET: Final = "_target_"
@@ -130,7 +131,7 @@ class _Check:
 
     def target(self, value: Any, path: tuple[str, ...]) -> None:
         if not isinstance(value, str):
-            self.fail(path, f"= {value!r}: must be the dotted name of a class or function")
+            self.fail(path, f"= {brief(value)}: must be the dotted name of a class or function")
         try:
             _validate_target_prefix(target=value, full_key=".".join(path[:-1]))
         except InstantiationException as error:
@@ -152,7 +153,7 @@ class _Check:
         elif isinstance(value, str) and (isinstance(current, torch.dtype) or torch.dtype in kinds):
             self.dtype(value, path)
         elif not any(_fits(meant(annotation, value), kind) for kind in kinds):
-            self.fail(path, f"= {value!r}: must be {_described(kinds, value)}")
+            self.fail(path, f"= {brief(value)}: must be {_described(kinds, value)}")
 
     def arguments(self, value: Mapping[Any, Any], path: tuple[str, ...]) -> None:
         """Of a `_target_`, which Bridge calls with the keys that it knows and without the others."""
@@ -173,20 +174,20 @@ class _Check:
                             "megatron.bridge.training.mixed_precision.MixedPrecisionConfig`")  # fmt: skip
         if value is not None and str(value).replace("-", "_") not in MIXED_PRECISION_RECIPES:
             hint = suggestion(str(value), MIXED_PRECISION_RECIPES)
-            self.fail(path, f"= {value!r}: is not a mixed-precision recipe of Bridge{hint}")
+            self.fail(path, f"= {brief(value)}: is not a mixed-precision recipe of Bridge{hint}")
 
     def activation(self, value: str, path: tuple[str, ...]) -> None:
         try:
             str_to_callable(value)
         except ValueError:
             names = [name for name in ACTIVATION_FUNC_MAP if "." not in name]
-            self.fail(path, f"= {value!r}: is not an activation; Bridge knows {', '.join(names)}")
+            self.fail(path, f"= {brief(value)}: is not an activation; Bridge knows {', '.join(names)}")
 
     def dtype(self, value: str, path: tuple[str, ...]) -> None:
         try:
             str_to_dtype(value)
         except ValueError:
-            self.fail(path, f"= {value!r}: is not a dtype, e.g. torch.bfloat16")
+            self.fail(path, f"= {brief(value)}: is not a dtype, e.g. torch.bfloat16")
 
 
 def _settable(owner: Any) -> set[str]:

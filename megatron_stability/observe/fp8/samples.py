@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron_stability import files
 from megatron_stability.numerics.fp8 import stats as fp8_stats
 from megatron_stability.numerics.fp8.stats import COLUMNS, TensorStats
 from megatron_stability.observe.fp8.telemetry import table, worst
@@ -66,9 +67,7 @@ class StageSamples:
         ]
         counted = [{**share, "elements": each.elements} for share, each in zip(shares, self.stats, strict=True)]
         line = {"step": step, "stage": stage, **facts, "tensors": table(sites, self.amax, self.scale, counted)}
-        folder.mkdir(parents=True, exist_ok=True)
-        with (folder / f"fp8.stage{stage}.jsonl").open("a", encoding="utf-8") as stream:
-            stream.write(json.dumps(line, allow_nan=False) + "\n")
+        files.append_line(folder / f"fp8.stage{stage}.jsonl", json.dumps(line, allow_nan=False))
 
 
 def combined(rows: torch.Tensor) -> StageSamples:

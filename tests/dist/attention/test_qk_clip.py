@@ -266,8 +266,6 @@ def refused_flags(context: Context) -> dict[str, str]:
         "qk_clip",
         "qk_l2_norm",
         "fp8_param_gather",
-        "use_megatron_fsdp",
-        "use_torch_fsdp2",
         "optimizer_cpu_offload",
     )
     answers = {name: ask(on, **{name: True}) for name in (*flags, "overlap_param_gather_with_optimizer_step")}

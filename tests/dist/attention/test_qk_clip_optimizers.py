@@ -8,7 +8,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_stability.errors import UsageError
 from tests.dist.attention import attention_models as models
 from tests.dist.pool import Context, Pool
 
@@ -171,7 +170,7 @@ def test_case_2_an_exception_leaves_nothing_half_clipped(megatron_ranks: Pool) -
     assert megatron_ranks.run(interrupted, world=2) == [True, True]
 
 
-def precision_aware(context: Context) -> tuple[bool, str]:
+def precision_aware(context: Context) -> bool:
     """A stand-in for FusedAdam's state: the master lives there, and the parameter has none."""
     from megatron_stability.megatron.access.master_weights import copies
 
@@ -180,18 +179,90 @@ def precision_aware(context: Context) -> tuple[bool, str]:
     (leaf,) = made.chained_optimizers
     weight = next(p for p in _qkv(ddp).values() if p in leaf.model_param_group_index_map)
     group, order = leaf.model_param_group_index_map[weight]
-    held = leaf.optimizer.param_groups[group]["params"][order]
+    held = leaf.optimizer.param_groups[group]["params"][order].bfloat16()
+    leaf.optimizer.param_groups[group]["params"][order] = held
     master = weight.main_param
     weight.main_param = None
     leaf.optimizer.state[held]["master_param"] = master
-    same = copies(weight, made)[1].flat.data_ptr() == master.data_ptr()
-    leaf.optimizer.state[held]["master_param"] = torch.zeros(master.shape, dtype=torch.int16)
-    with pytest.raises(UsageError) as refused:
-        copies(weight, made)
-    return same, str(refused.value)
+    return bool(copies(weight, made)[1].flat.data_ptr() == master.data_ptr())
 
 
-def test_precision_aware_masters_are_found_and_packed_ones_refused(megatron_ranks: Pool) -> None:
-    for same, sentence in megatron_ranks.run(precision_aware, world=2):
-        assert same
-        assert "--use-precision-aware-optimizer keeps master weights as torch.int16" in sentence
+def test_precision_aware_masters_are_found(megatron_ranks: Pool) -> None:
+    assert megatron_ranks.run(precision_aware, world=2) == [True, True]
+
+
+def _with_remainders(ddp: Any, leaf: Any) -> dict[str, tuple[int, torch.Tensor]]:
+    """Lay the optimizer's state out as FusedAdam does by default; returns the masters that it stands for."""
+    from megatron_stability.megatron.access.master_weights import own_range
+    from megatron_stability.numerics.remainders import split
+
+    masters = {}
+    leaf.optimizer.store_param_remainders = True
+    for name, weight in ddp.named_parameters():
+        part, flat = own_range(weight, leaf), weight.data.view(-1)
+        if part.stop > part.start:
+            master = weight.main_param + torch.randn(part.stop - part.start) * 1e-4  # off the weights' own grid
+            masters[name] = part.start, master.clone()
+            flat[part], remainder = split(master)
+            held = flat[part]
+            group, order = leaf.model_param_group_index_map[weight]
+            leaf.optimizer.param_groups[group]["params"][order] = held
+            leaf.optimizer.state[held] = {"master_param": remainder}
+        weight.main_param = None
+    ddp.start_param_sync(force_sync=True)
+    return masters
+
+
+def clipped_remainders(context: Context, clip: str) -> dict[str, Any]:
+    from megatron_stability.megatron.access.master_weights import own_master
+    from megatron_stability.megatron.model.embedding_clip import EmbeddingClipHook
+
+    context.megatron()
+    ddp, made = _ready("gqa", "distributed")
+    (leaf,) = made.chained_optimizers
+    torch.manual_seed(context.rank)
+    masters = _with_remainders(ddp, leaf)
+    if clip == "qk":
+        _clip(ddp, made)
+    else:
+        EmbeddingClipHook(1.0, [ddp], made).update_done(None, updated=True)
+    named = dict(ddp.named_parameters())
+    return {
+        "masters": masters,
+        "after": {name: own_master(named[name], made).flat for name in masters},
+        "weights": {name: weight.detach() for name, weight in named.items()},
+    }
+
+
+def test_masters_kept_as_remainders_are_clipped_exactly_and_weights_are_equal(megatron_ranks: Pool) -> None:
+    from megatron_stability.numerics.remainders import split
+
+    ranks = megatron_ranks.run(clipped_remainders, "qk", world=2)
+    seen = 0
+    for rank in ranks:
+        for name, (start, master) in rank["masters"].items():
+            part = slice(start, start + master.numel())
+            factor = _rows(name, rank["weights"][name].shape)[part] if "linear_qkv" in name else torch.ones(())
+            assert torch.equal(rank["after"][name], master * factor)
+            for other in ranks:  # on the others too, without a step between
+                assert torch.equal(other["weights"][name].flatten()[part], split(master * factor)[0])
+            seen += int((factor < 1).sum())
+    assert seen
+
+
+def test_embedding_rows_kept_as_remainders_are_clipped_to_the_radius(megatron_ranks: Pool) -> None:
+    from megatron_stability.numerics.remainders import split
+
+    ranks = megatron_ranks.run(clipped_remainders, "embedding", world=2)
+    (name,) = (name for name in ranks[0]["weights"] if name.endswith("word_embeddings.weight"))
+    rows, width = ranks[0]["weights"][name].shape
+    before, after = torch.zeros(2, rows * width).unbind()
+    for rank in ranks:
+        if name in rank["masters"]:
+            start, master = rank["masters"][name]
+            before[start : start + master.numel()], after[start : start + master.numel()] = master, rank["after"][name]
+    norms = before.view(rows, width).norm(dim=1)
+    assert (norms > 1.0).any()
+    torch.testing.assert_close(after.view(rows, width).norm(dim=1), norms.clamp(max=1.0))
+    for rank in ranks:
+        assert torch.equal(rank["weights"][name].flatten(), split(after)[0])

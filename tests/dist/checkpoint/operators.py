@@ -173,8 +173,8 @@ class Job:
         from megatron_stability.config import Checkpoint, StabilityConfig
         from megatron_stability.errors import UsageError
         from megatron_stability.megatron.access.host import Host
-        from megatron_stability.megatron.checkpoint import choose
         from megatron_stability.megatron.checkpoint.checkpoints import Checkpoints
+        from megatron_stability.megatron.checkpoint.resume import choose
 
         self.save, self.chosen = save, ""
         self.args = Namespace(save=str(save), ckpt_step=ckpt_step, iteration=0, finetune=False, skip_train=False)

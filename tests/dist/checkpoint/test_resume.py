@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import pickle
 import random
-import re
 import shutil
 from argparse import Namespace
 from pathlib import Path
@@ -14,8 +15,11 @@ import pytest
 from megatron_stability.checkpoints import generations, manifest
 from megatron_stability.checkpoints.compare import text
 from megatron_stability.checkpoints.manifest import Manifest
+from megatron_stability.data.index import HEAD
 from megatron_stability.errors import UsageError
+from tests.dist.checkpoint.files_read import Read
 from tests.dist.pool import Context, Pool
+from tests.unit.data.maker import make as make_data
 
 pytestmark = pytest.mark.megatron
 TRAINING = {"lr": 0.001, "seed": 1, "data_path": ["a"]}
@@ -25,7 +29,8 @@ def make(root: Path, step: int, hashes: dict[str, str] | None = None) -> Path:
     folder = generations.folder_of(root, step)
     folder.mkdir(parents=True)
     for name in ("__0_0.distcp", "__1_0.distcp", "common.pt", ".metadata"):
-        (folder / name).write_bytes(f"{step} {name}".encode() * 100)
+        data = f"{step} {name}".encode() * 100
+        (folder / name).write_bytes(pickle.dumps(data.decode()) if name == ".metadata" else data)
     files = manifest.hash_files(folder, manifest.file_names(folder))
     manifest.write(
         folder,
@@ -36,7 +41,7 @@ def make(root: Path, step: int, hashes: dict[str, str] | None = None) -> Path:
 
 def choose(context: Context, root: str, settings: dict[str, Any], args: dict[str, Any]) -> Any:
     from megatron_stability.config import Checkpoint
-    from megatron_stability.megatron.checkpoint import choose as resume
+    from megatron_stability.megatron.checkpoint.resume import choose as resume
 
     known = {"save": root, "ckpt_step": None} | args
     try:
@@ -114,31 +119,24 @@ def test_missing_or_empty_stops_unless_a_fresh_start_is_allowed(patched_ranks: P
     assert "common.pt" in ask(patched_ranks, tmp_path, {"allow_unverified": True, "allow_fresh_start": True})
 
 
-def refuse(context: Context, now: dict[str, Any], hashes: dict[str, str], allowed: tuple[str, ...]) -> str | None:
-    from megatron_stability.config import Checkpoint
-    from megatron_stability.megatron.checkpoint import choose as resume
-
-    saved = Manifest(step=5, samples=5, tokens=5, training=TRAINING, hashes={"dataset": "a" * 32, "code": "c"})
-    try:
-        resume.refuse_changes(saved, Namespace(**now), hashes, Checkpoint(allow_changes=allowed))
-    except UsageError as error:
-        return str(error)
-    return None
-
-
-def test_changes_are_listed_and_refused_unless_named(patched_ranks: Pool) -> None:
-    same = {"dataset": "a" * 32, "code": "c"}
-
-    def ask_one(now: dict[str, Any], hashes: dict[str, str] = same, allowed: tuple[str, ...] = ()) -> str | None:
-        return patched_ranks.run(refuse, TRAINING | now, hashes, allowed, world=1)[0]
-
-    assert ask_one({}) is None
-    said = ask_one({"lr": 0.002, "seed": 2})
-    assert said is not None
-    assert re.search(r"lr 0\.001 -> 0\.002; seed 1 -> 2; .*allow-changes lr,seed$", said)
-    assert "seed" in (ask_one({"lr": 0.002, "seed": 2}, allowed=("lr",)) or "")
-    assert ask_one({"lr": 0.002, "seed": 2}, allowed=("lr", "seed")) is None
-    assert "dataset" in (ask_one({}, {"dataset": "b" * 32, "code": "c"}) or "")
+def test_a_program_in_the_metadata_is_passed_over_and_without_a_manifest_refused(
+    patched_ranks: Pool, tmp_path: Path
+) -> None:
+    """Megatron unpickles `.metadata` on every rank, whoever wrote it and sealed it."""
+    make(tmp_path, 5)
+    folder = make(tmp_path, 10)
+    (folder / ".metadata").write_bytes(pickle.dumps(os.system))
+    names = manifest.hash_files(folder, manifest.file_names(folder))
+    manifest.write(folder, manifest.read(make(tmp_path / "other", 10)).model_copy(update={"files": names}))
+    assert ask(patched_ranks, tmp_path) == 5
+    (folder / manifest.MARKER).unlink()
+    (tmp_path / "iter_0000005" / manifest.MARKER).unlink()
+    generations.write_tracker(tmp_path, 10)
+    answer = ask(patched_ranks, tmp_path, {"allow_unverified": True})
+    assert "iter_0000010/.metadata: names posix.system" in answer
+    generations.write_tracker(tmp_path, 5)
+    assert ask(patched_ranks, tmp_path, {"allow_unverified": True}) is None
+    assert "names posix.system" in ask(patched_ranks, tmp_path, {"allow_unverified": True}, ckpt_step=10)
 
 
 def judge(context: Context) -> dict[str, Any]:
@@ -202,7 +200,9 @@ def partial_load(context: Context) -> list[str]:
     for allowed in (False, True):
         tree = config.StabilityConfig(checkpoint=config.Checkpoint(allow_partial_load=allowed))
         try:
-            Checkpoints(tree, Namespace()).strict_load_failed(RuntimeError("Missing key(s): layers.0\n  weight"))
+            Checkpoints(tree, Namespace(), Read()).strict_load_failed(
+                RuntimeError("Missing key(s): layers.0\n  weight")
+            )
             said.append("goes on")
         except UsageError as error:
             said.append(str(error))
@@ -222,7 +222,7 @@ def save_again(context: Context, root: str) -> list[str]:
     from megatron_stability import config
     from megatron_stability.megatron.checkpoint.checkpoints import Checkpoints
 
-    checkpoints = Checkpoints(config.StabilityConfig(), Namespace(save=root, iteration=0))
+    checkpoints = Checkpoints(config.StabilityConfig(), Namespace(save=root, iteration=0, ckpt_format="torch"), Read())
     checkpoints.save_begins(root, 5)
     return sorted(path.name for path in generations.folder_of(Path(root), 5).iterdir())
 
@@ -252,7 +252,7 @@ def save_twice(context: Context, root: str) -> list[str]:
         return lambda: seen.append(f"waited {name}") or {}
 
     args = Namespace(save=root, world_size=1, consumed_train_samples=8, seq_length=4)
-    checkpoints = Checkpoints(config.StabilityConfig(), args)
+    checkpoints = Checkpoints(config.StabilityConfig(), args, Read())
     checkpoints._model, checkpoints._complete = [object()], lambda *_: None  # type: ignore[method-assign]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rank_state, "begin_measure", begin)
@@ -278,7 +278,7 @@ def one_breaks(context: Context, root: str) -> str:
 
     generations.folder_of(Path(root), 5).mkdir(exist_ok=True)
     args = Namespace(save=root, world_size=2, consumed_train_samples=8, seq_length=4)
-    checkpoints = Checkpoints(config.StabilityConfig(), args)
+    checkpoints = Checkpoints(config.StabilityConfig(), args, Read())
     if context.rank == 1:
         checkpoints._hash_share = out_of_memory  # type: ignore[method-assign]
     checkpoints.saved(root, 5, None)
@@ -296,28 +296,62 @@ def test_a_rank_whose_part_breaks_is_not_waited_for(patched_ranks: Pool, tmp_pat
     assert generations.read_tracker(tmp_path) is None
 
 
-def data_hashes(context: Context, prefix: str) -> dict[str, str]:
+def read_files(context: Context, args: dict[str, Any], vocab_size: int) -> dict[str, Any]:
+    """What rank 0 reads of a run's files, and what every rank is told of it."""
     from megatron_stability import config
-    from megatron_stability.megatron.checkpoint import training_args
+    from megatron_stability.megatron.checkpoint.run_files import RunFiles
 
-    args = Namespace(data_path=["0.5", prefix, "0.5", prefix + "-other"], tokenizer_model=prefix + ".model")
-    return training_args.hashes(args, config.StabilityConfig())
+    files = RunFiles(config.StabilityConfig(), Namespace(rank=context.rank, **args))
+    said = None
+    try:
+        files.judge(vocab_size)
+    except UsageError as error:
+        said = str(error)
+    return {"said": said} | (files.known() if context.rank == 0 and said is None else {})
 
 
-def test_hashes_follow_the_bytes_of_index_and_tokenizer_and_not_their_names(
-    patched_ranks: Pool, tmp_path: Path
-) -> None:
-    def look(folder: Path) -> dict[str, str]:
-        return patched_ranks.run(data_hashes, str(folder / "text"), world=1)[0]
+def test_what_the_run_reads_is_read_by_rank_0_and_judged_for_all(patched_ranks: Pool, tmp_path: Path) -> None:
+    words = ["0.5", make_data(tmp_path / "a", [[1, 2], [3]]), "0.5", make_data(tmp_path / "b", [[4]] * 9)]
+    (tmp_path / "list").write_text(" ".join(words))
+    (tmp_path / "text.model").write_text("a tokenizer")
+    args = {"data_args_path": str(tmp_path / "list"), "tokenizer_model": str(tmp_path / "text.model")}
 
-    for folder in (tmp_path / "a", tmp_path / "b"):
-        folder.mkdir()
-        for name in ("text.idx", "text.bin", "text-other.idx", "text-other.bin", "text.model"):
-            (folder / name).write_bytes(name.encode() * 50)
-    first = look(tmp_path / "a")
-    assert look(tmp_path / "b") == first
-    flip(tmp_path / "b" / "text-other.idx")
-    second = look(tmp_path / "b")
-    assert {name for name in first if first[name] != second[name]} == {"dataset"}
-    flip(tmp_path / "b" / "text.model")
-    assert look(tmp_path / "b")["tokenizer"] != first["tokenizer"]
+    def look(split: str = "1,0,0", vocab_size: int = 5) -> list[dict[str, Any]]:
+        return patched_ranks.run(read_files, args | {"split": split}, vocab_size, world=2, timeout=60)
+
+    first, other = look()
+    assert other == {"said": None}
+    assert [(each.weight, each.prefix) for each in first["data"]] == [(0.5, words[1]), (0.5, words[3])]
+    make_data(tmp_path / "b", [[4]] * 8 + [[3]])
+    flip(tmp_path / "text.model")
+    second, _ = look()
+    assert {name for name, was in first["hashes"].items() if was != second["hashes"][name]} == {"tokenizer"}
+    assert [was == now for was, now in zip(first["data"], second["data"], strict=True)] == [True, False]
+    for said, answers in (
+        (f"{words[1]} has 2 documents", look("1,1,1")),
+        (f"{words[3]}.bin holds token id 4, and the vocabulary has 4 (0 to 3)", look(vocab_size=4)),
+    ):
+        assert len({answer["said"] for answer in answers}) == 1
+        assert said in answers[0]["said"]
+    index = bytearray((tmp_path / "b.idx").read_bytes())
+    index[HEAD] += 1  # the first document's length, which only the sum of all shows
+    (tmp_path / "b.idx").write_bytes(index)
+    assert [f"--data-args-path {words[3]}" in answer["said"] for answer in look()] == [True, True]
+
+
+def find_id(context: Context, args: dict[str, Any]) -> str:
+    from megatron_stability import config
+    from megatron_stability.megatron.checkpoint.run_files import RunFiles
+
+    with pytest.raises(UsageError) as found:
+        RunFiles(config.StabilityConfig(), Namespace(rank=context.rank, **args)).refuse_id(8, 5)
+    return str(found.value)
+
+
+def test_the_file_of_an_id_is_found_by_the_rank_that_has_its_share(patched_ranks: Pool, tmp_path: Path) -> None:
+    words = [make_data(tmp_path / name, [[number]]) for name, number in (("a", 1), ("b", 8), ("c", 2))]
+    first, second = patched_ranks.run(find_id, {"data_path": words}, world=2, timeout=60)
+    assert first == second
+    assert first.startswith(f"{words[1]}.bin holds token id 8, and the vocabulary has 5")
+    (lost,) = patched_ranks.run(find_id, {"data_path": words[::2]}, world=1, timeout=60)
+    assert lost.startswith("a batch holds token id 8"), "not in any file that could be read in time"

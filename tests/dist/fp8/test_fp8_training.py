@@ -216,3 +216,16 @@ def test_every_recipe_trains_near_the_unquantized_run(megatron_ranks: Pool, tmp_
                 assert 0 <= signals["fp8/underflow"] <= 1
         assert results["none"][1]["fp8/fallbacks"] == results["none"][1]["fp8/gemms"] > 0
         assert not math.isnan(results["delayed"][1]["fp8/amax_rise"])
+
+
+def layers_in_fp8(context: Context, folder: str, vpp: int | None) -> list[int]:
+    kept = {"first_last_layers_bf16": True, "num_layers_at_start_in_bf16": 1, "num_layers_at_end_in_bf16": 1}
+    run = Run(context, small.layout(2, pp=2, vpp=vpp, **DELAYED, **kept), Fp8(emulate="delayed"), folder)
+    return sorted({site.layer for site in run.hook.sites})
+
+
+@pytest.mark.parametrize(("vpp", "expected"), [(None, [[2], [3]]), (2, [[3], [2]])], ids=["pp2", "pp2-vpp2"])
+def test_the_models_first_and_last_layers_stay_bf16_not_each_stages(
+    megatron_ranks: Pool, tmp_path: Any, vpp: int | None, expected: list[list[int]]
+) -> None:
+    assert megatron_ranks.run(layers_in_fp8, str(tmp_path), vpp, world=2, timeout=200) == expected

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from megatron_stability.checkpoints import generations
-from megatron_stability.errors import EXIT_HALTED
+from megatron_stability.errors import EXIT_HALTED, EXIT_UNUSABLE
 from megatron_stability.ledger import entries, fates
 from megatron_stability.records import Decision, StepRecord
 from tests.dist.pool import Pool, RankDied
@@ -134,3 +134,14 @@ def test_the_rerun_machines_verdict_is_in_the_ledger_and_its_exit_code_and_check
     assert "rerun state machine" in end.reason
     assert [step.step for step in view.surviving] == [row[0] for row in seen] == list(range(1, len(seen) + 1))
     assert (newest.state, newest.step) == ("complete", len(seen))
+
+
+def test_optimizer_state_of_another_expert_layout(pool: Pool, tmp_path: Path) -> None:
+    """Megatron looks for another chain of optimizers, and ends in a KeyError; the weights alone fit."""
+    flags = (*jobs.MOE, *jobs.SHARDED, "--lr-decay-iters", "60", "--save", str(tmp_path))
+    assert [code for code, _ in pool.run(jobs.train, (*flags, "--train-iters", "3"), world=2, timeout=120)] == [0, 0]
+    allowed = ("--stability-checkpoint-allow-changes", "train_iters", "--override-opt_param-scheduler")
+    again = (*flags, *allowed, "--load", str(tmp_path), "--train-iters", "4", "--expert-model-parallel-size", "2")
+    for code, more in ((EXIT_UNUSABLE, ()), (0, ("--no-load-optim",))):
+        results = pool.run(jobs.train, (*again, *more, "--stability-mode", "act"), world=2, timeout=120)
+        assert [each for each, _ in results] == [code, code]

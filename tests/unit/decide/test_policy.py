@@ -329,3 +329,94 @@ decide:
             policy.settle(decision)
             taken.append(decision.action)
         assert taken == expected
+
+
+@pytest.mark.parametrize("within", [1, 3])
+def test_joined_verdicts_agree_up_to_the_step_before_within(within: int) -> None:
+    joined = rule("loss_spike+grad_norm_spike", Tier.MEDIUM, action=Action.SKIP, within=within)
+    for apart in range(5):
+        policy = TablePolicy(Decide(rules=(joined,)), "act")
+        first = [verdict("grad_norm_spike", Tier.MEDIUM)]
+        if apart:
+            policy.settle(policy.decide(step(1), first))
+            quiet(policy, apart - 1)
+        found = [verdict("loss_spike", Tier.MEDIUM), *(first if not apart else ())]
+        action = policy.decide(step(9), found).action
+        assert action is (Action.SKIP if apart < within else Action.APPLY), apart
+
+
+def test_a_lower_tier_does_not_agree_and_does_not_hide_a_higher_one() -> None:
+    joined = rule("loss_spike+grad_norm_spike", Tier.MEDIUM, action=Action.SKIP, within=3)
+    policy = TablePolicy(Decide(rules=(joined,)), "act")
+    policy.settle(policy.decide(step(1), [verdict("grad_norm_spike", Tier.SMALL)]))
+    assert policy.decide(step(2), [verdict("loss_spike", Tier.MEDIUM)]).action is Action.APPLY
+    policy.settle(policy.decide(step(2), [verdict("grad_norm_spike", Tier.LARGE)]))
+    policy.settle(policy.decide(step(3), [verdict("grad_norm_spike", Tier.SMALL)]))
+    assert policy.decide(step(4), [verdict("loss_spike", Tier.MEDIUM)]).action is Action.SKIP
+
+
+def test_probation_ends_after_so_many_steps_and_not_one_earlier() -> None:
+    policy = TablePolicy(Decide(probation_steps=50), "act")
+    run(policy, [True])
+    quiet(policy, 49)
+    assert policy.on_probation
+    quiet(policy, 1)
+    assert not policy.on_probation
+
+
+def test_a_rewind_gives_skips_their_budget_back() -> None:
+    rules = (
+        rule("non_finite", Tier.NON_FINITE, action=Action.SKIP),
+        rule("loss_spike", Tier.LARGE, **{**BACK, "factor": None, "steps": None}),
+    )
+    in_a_row = TablePolicy(Decide(rules=rules, max_consecutive_skips=2, probation_steps=0), "act")
+    in_all = TablePolicy(Decide(rules=rules, max_skips_per_1000_steps=2, probation_steps=0), "act")
+    for policy in (in_a_row, in_all):
+        assert run(policy, [True, True]) == [Action.SKIP] * 2
+        back = policy.decide(step(3), [verdict("loss_spike", Tier.LARGE)])
+        policy.settle(back)
+        assert back.action is Action.REWIND
+        assert run(policy, [True, True, True]) == [Action.SKIP, Action.SKIP, Action.HALT]
+
+
+def test_a_halt_gives_nothing_back_and_uses_nothing_up() -> None:
+    """A run that is started again after a halt, without a look at its cause, halts again."""
+    for config in (Decide(max_consecutive_skips=2), Decide(max_skips_per_1000_steps=2)):
+        policy = TablePolicy(config, "act")
+        assert run(policy, [True] * 5) == [Action.SKIP] * 2 + [Action.HALT] * 3
+    assert run(policy, [False] * 994 + [True])[-1] is Action.HALT  # the first skip is 999 steps ago
+    assert run(policy, [True])[-1] is Action.SKIP
+    rewinding = TablePolicy(Decide(rules=(rule("loss_spike", Tier.LARGE, **BACK),), max_rewinds=0), "act")
+    for _ in range(2):
+        decision = rewinding.decide(step(1), [verdict("loss_spike", Tier.LARGE)])
+        rewinding.settle(decision)
+        assert decision.action is Action.HALT
+        assert "0 rewinds were not enough" in decision.reason
+
+
+def test_a_system_verdict_halts_whatever_rewind_rules_stand_beside_its_own() -> None:
+    """A rewind needs ranks that agree: the halt wins, in whatever order rules and verdicts come."""
+    rules = (rule("*", Tier.LARGE, **BACK), rule("rank_agreement", Tier.SYSTEM, action=Action.HALT))
+    found = [verdict("rank_agreement", Tier.SYSTEM), verdict("loss_spike", Tier.LARGE)]
+    for order in (found, found[::-1]):
+        for table in (rules, rules[::-1]):
+            decision = TablePolicy(Decide(rules=table), "act").decide(step(1), order)
+            assert decision.action is Action.HALT
+            assert decision.reason.startswith("rank_agreement")
+
+
+WINDOWS = [((3, 8), True), ((0, 1), True), ((8, 3), False), ((3, 3), False), ((-1, 3), False)]
+
+
+@pytest.mark.parametrize(("window", "fine"), WINDOWS)
+def test_a_window_of_samples_has_an_order(window: tuple[int, int], fine: bool) -> None:
+    if fine:
+        assert Decide(skip_samples=(window,)).skip_samples == (window,)
+    else:
+        with pytest.raises(ValueError, match="is not a window of samples"):
+            Decide(skip_samples=(window,))
+
+
+def test_a_rule_for_a_detector_unlike_any_other_lists_them_all() -> None:
+    with pytest.raises(ValueError, match="known: non_finite, rank_agreement, grad_norm_spike"):
+        rule("zzz", Tier.LARGE, action=Action.SKIP)

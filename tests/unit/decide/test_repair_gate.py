@@ -9,6 +9,7 @@ import pytest
 
 from megatron_stability.decide.config import Decide, Gate, Rule
 from megatron_stability.decide.policy import TablePolicy
+from megatron_stability.decide.repair_gate import measures
 from megatron_stability.records import Action, StepRecord, Tier, Verdict
 from tests.unit.steps import step
 
@@ -128,3 +129,27 @@ def test_without_steps_there_is_no_gate() -> None:
         take(policy, step(i, **HEALTHY))
     take(policy, step(101, loss=9.0), verdict())
     assert continuation(policy, loss=5.0) == [Action.APPLY] * 10
+
+
+def test_a_rewind_by_exhausted_skips_is_judged_too() -> None:
+    skips = Rule(detector="non_finite", tier=Tier.NON_FINITE, action=Action.SKIP)
+    config = Decide(rules=(skips,), gate=Gate(steps=10), max_consecutive_skips=1, when_exhausted="rewind")
+    policy = TablePolicy(config, "act")
+    for i in range(1, 101):
+        take(policy, step(i, **HEALTHY))
+    bad = verdict("non_finite", Tier.NON_FINITE)
+    assert [take(policy, step(i, loss=math.nan), bad) for i in (101, 102)] == [Action.SKIP, Action.REWIND]
+    assert continuation(policy, loss=3.0)[-1] is Action.REWIND
+
+
+def test_held_out_loss_is_the_mean_over_sets_and_of_nothing_else() -> None:
+    signals = {"step_seconds": 512.0, "held_out": 2.0, "held_out/web": 2.0, "held_out/code": 1.0, "clip_grad": 50.0}
+    assert measures(step(1, loss=2.0, grad_norm=1.5, signals=signals)) == {
+        "loss": 2.0,
+        "gradient norm": 1.5,
+        "seconds a token": 1.0,
+        "held-out loss": 1.5,
+    }
+    assert measures(step(1, loss=2.0)) == {"loss": 2.0, "gradient norm": 1.0}
+    assert measures(step(1, loss=math.nan)) == measures(step(1, tokens=0.0)) == {}
+    assert measures(step(1, grad_norm=1e101)) == {"loss": 2.0}

@@ -15,10 +15,10 @@ from megatron_stability.detect import build
 from megatron_stability.detect import grad_norm as grad_norm_module
 from megatron_stability.detect import loss as loss_module
 from megatron_stability.detect import non_finite as non_finite_module
-from megatron_stability.detect.config import Detect, Early, GradNormSpike, LossSpike, Switch, detector_names
+from megatron_stability.detect.config import Detect, Early, GradNormSpike, LossSpike, SpikeScore, Switch, detector_names
 from megatron_stability.detect.window import Window
 from megatron_stability.records import Tier
-from tests.unit.steps import PROPERTY, feed, flagged, step
+from tests.unit.steps import PROPERTY, feed, flagged, gauss, step
 
 LATE = Early(steps=0)  # no looseness
 
@@ -233,3 +233,53 @@ def test_a_restored_detector_judges_as_the_uninterrupted_one(values, cut: int) -
         assert whole.state_dict() == restored.state_dict()
         whole.reset()
         assert whole.state_dict() == type(whole)(getattr(config, whole.name), config.early).state_dict()
+
+
+def test_the_moving_averages_of_the_log_norm_begin_as_plain_ones() -> None:
+    logs = [gauss(i, 0.3) for i in range(30)]  # fewer than 1 / (1 - alpha)
+    detector = grad_norm_module.GradNormZ(Detect().grad_norm_z, LATE)
+    feed(detector, [step(i, grad_norm=math.exp(log)) for i, log in enumerate(logs, 1)])
+    assert detector.mean == pytest.approx(statistics.fmean(logs), rel=1e-9)
+    assert detector.variance == pytest.approx(statistics.pvariance(logs), rel=1e-9)
+    feed(detector, [step(i, grad_norm=math.exp(0.1)) for i in range(31, 500)])
+    assert detector.mean == pytest.approx(0.1, abs=1e-4)  # later the past counts for less and less
+    before = detector.state_dict()
+    feed(detector, [step(500, grad_norm=0.0)])
+    assert detector.state_dict() == before  # no logarithm
+
+
+def test_the_log_norms_tiers_follow_sigma() -> None:
+    config = Detect().grad_norm_z
+    detector = grad_norm_module.GradNormZ(config, LATE)
+    state = {"run": 0, "count": 100, "mean": math.log(2.0), "variance": 0.04}
+    detector.load_state_dict(state)
+
+    def tier(sigmas: float) -> Tier | None:
+        verdict = detector.inspect(step(101, grad_norm=2.0 * math.exp(0.2 * sigmas)))
+        return verdict and verdict.tier
+
+    found = [tier(sigmas) for sigmas in (5.9, 6.1, 11.9, 12.1, -20)]
+    assert found == [None, Tier.SMALL, Tier.SMALL, Tier.MEDIUM, None]
+    detector.load_state_dict(state | {"count": config.warmup_steps - 1})
+    assert tier(12.1) is None
+
+
+@pytest.mark.parametrize(
+    ("nats", "tier"),
+    [(0.29, Tier.SMALL), (0.3, Tier.MEDIUM), (0.5, Tier.MEDIUM), (0.501, Tier.LARGE), (0.9, Tier.LARGE)],
+)
+def test_tiers_by_nats(nats: float, tier: Tier) -> None:
+    assert loss_module.nats_tier(nats) is tier
+
+
+def test_a_spike_leaves_the_share_when_its_window_has_passed() -> None:
+    config = SpikeScore(window=10, warmup_steps=5, alert=0.15)
+    detector = loss_module.LossSpikeScore(config, LATE)
+    feed(detector, [*(noisy(i) for i in range(1, 21)), step(21, loss=9.0)])
+    assert [detector.score(at) for at in (21, 30, 31)] == [0.1, 0.1, 0.0]
+    for second, found in ((30, [30]), (31, [])):  # two in ten steps are above the alert, one is not
+        other = loss_module.LossSpikeScore(config, LATE)
+        other.load_state_dict(detector.state_dict())
+        feed(other, [noisy(i) for i in range(22, second)])
+        assert flagged(feed(other, [step(second, loss=9.0)])) == found
+        assert list(other.spikes) == ([21, 30] if found else [31])

@@ -164,3 +164,18 @@ def test_held_out_losses_against_each_sets_own_best() -> None:
     assert detector.inspect(evaluated(400, 1.2, 2.8)).tier is Tier.SMALL
     assert detector.inspect(evaluated(400, 0.9, 3.5)).tier is Tier.LARGE
     assert detector.inspect(evaluated(400, 0.9, math.nan)).tier is Tier.LARGE
+
+
+def test_a_baseline_from_before_the_learning_rate_stood_still_is_too_old() -> None:
+    """Restarted warm-up: what the loss was on the old plateau says nothing of a spike at the new peak."""
+    config = SECTIONS.lr_peak.model_copy(update={"near_steps": 30, "warmup_steps": 10, "persistence": 1})
+
+    def records(pause: int) -> list[StepRecord]:
+        first = [step(i, loss=6.0 + gauss(i, 0.02), learning_rate=i / 100) for i in range(1, 21)]
+        still = [step(i, loss=6.0 + gauss(i, 0.02), learning_rate=0.2) for i in range(21, 21 + pause)]
+        at = 21 + pause
+        again = [step(i, loss=2.0 + gauss(i, 0.02), learning_rate=0.3 + i / 100) for i in range(at, at + 20)]
+        return [*first, *still, *again, step(at + 20, loss=3.0, learning_rate=1.0 + at)]
+
+    assert flagged(feed(growth.LrPeak(config, LATE), records(40))) == [81]
+    assert flagged(feed(growth.LrPeak(config, LATE), records(20))) == []  # the old losses are still the baseline

@@ -205,3 +205,36 @@ def test_the_findings_name_samples_and_steps(tmp_path):
     assert repeated.message == (
         "two fates for sample 8: trained in step 2 (generation 1) and trained in step 3 (generation 1)"
     )
+
+
+def test_ranges_within_ranges_are_repeated_and_nothing_behind_them_is_lost(tmp_path):
+    with Ledger.open(tmp_path, resume_step=0, resume_sample=0, run_info=INFO) as ledger:
+        for step, (first, last) in enumerate([(0, 12), (2, 4), (6, 8), (10, 12), (14, 16)], 1):
+            record = StepRecord(
+                step=step, first_sample=first, samples=last - first, tokens=1.0, loss=1.0, grad_norm=1.0
+            )
+            ledger.write(record, Decision(step=step, action=Action.APPLY, advised=Action.APPLY, reason=""))
+    found = audit(read(tmp_path))
+    assert [(each.kind, each.first, each.last) for each in found] == [
+        ("repeated", 2, 4),
+        ("repeated", 6, 8),
+        ("repeated", 10, 12),
+        ("lost", 12, 14),
+    ]
+    assert "trained in step 1 (generation 1) and trained in step 3 (generation 1)" in found[1].message
+    assert "between step 1 and step 5" in found[3].message
+    assert count(fates(read(tmp_path))) == {"trained": 20, "skipped": 0, "undone": 0}
+
+
+def test_a_ledger_answers_for_what_a_rewind_took_it_back_to(tmp_path):
+    """A ledger begun at sample 16 and rewound to 0: what is not read again from there is lost."""
+    with Ledger.open(tmp_path, resume_step=2, resume_sample=16, run_info=INFO) as ledger:
+        for step, first in ((3, 16), (1, 8)):
+            record = StepRecord(step=step, first_sample=first, samples=8, tokens=1.0, loss=1.0, grad_norm=1.0)
+            ledger.write(record, Decision(step=step, action=Action.APPLY, advised=Action.APPLY, reason=""))
+            if step == 3:
+                ledger.rewind(0, 0, "loss")
+    view = read(tmp_path)
+    assert view.origin == 0
+    assert [(each.kind, each.first, each.last) for each in audit(view)] == [("lost", 0, 8)]
+    assert "between the start and step 1" in audit(view)[0].message

@@ -65,8 +65,10 @@ ACTIVE = {"fp8": "hybrid", "transformer_impl": "transformer_engine"}
     [
         ({"fp8": None}, "act", "no FP8 of Transformer Engine"),
         ({}, "off", "--stability-mode off"),
-        ({"cuda_graph_impl": "local"}, "act", "--cuda-graph-impl"),
+        ({"cuda_graph_impl": "local"}, "act", "--cuda-graph-impl local"),
+        ({"enable_cuda_graph": True}, "act", "--enable-cuda-graph"),
         ({"delay_wgrad_compute": True}, "act", "--delay-wgrad-compute"),
+        ({"fp8_recipe": "custom"}, "act", "--fp8-recipe custom"),
     ],
 )
 def test_inspection_that_could_not_look_is_refused(changes: dict[str, Any], mode: str, named: str) -> None:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +15,7 @@ import pytest
 from megatron_stability.checkpoints import manifest
 from megatron_stability.checkpoints.manifest import Manifest
 from megatron_stability.errors import EXIT_HALTED, EXIT_REWIND
-from megatron_stability.nemo.supervise import supervise
+from megatron_stability.nemo.supervise import SIGNALS, supervise
 
 RUN = """
 import json, pathlib, sys
@@ -86,3 +89,58 @@ def test_a_halt_a_crash_and_bad_input_are_not_started_again(tmp_path: Path, stat
 def test_a_rewind_of_an_earlier_job_is_taken_up(tmp_path: Path) -> None:
     (tmp_path / "state.json").write_text(json.dumps(rewind(5, 4)))
     assert starts(tmp_path, [({"status": "running"}, 0)]) == (0, [at(tmp_path, 4)])
+
+
+ASKED = """
+import pathlib, signal, sys
+from megatron_stability.nemo.supervise import SIGNALS
+ledger = pathlib.Path(sys.argv[1])
+got = []
+for number in SIGNALS:
+    signal.signal(number, lambda number, frame: got.append(int(number)))
+with (ledger / "starts").open("a") as log:
+    log.write("start ")
+(ledger / "ready").touch()
+while not got:
+    signal.sigtimedwait([], 0.01)
+(ledger / "got").write_text(str(got))
+sys.exit(3)
+"""
+SUPERVISOR = """
+import pathlib, signal, sys
+from megatron_stability.nemo.supervise import SIGNALS, supervise
+before = [signal.getsignal(number) for number in SIGNALS]
+folder = pathlib.Path(sys.argv[1])
+code = supervise((sys.executable, "-c", sys.argv[2], str(folder)), folder, folder, 3)
+assert [signal.getsignal(number) for number in SIGNALS] == before, "the handlers are not what they were"
+sys.exit(code)
+"""
+
+
+@pytest.mark.parametrize("number", SIGNALS, ids=lambda number: number.name)
+def test_a_signal_is_passed_on_and_nothing_is_started_after_it(tmp_path: Path, number: signal.Signals) -> None:
+    """Not even though a rewind is asked for: who ends a job wants it ended."""
+    folder = tmp_path / "iter_0000004"
+    folder.mkdir()
+    manifest.write(folder, Manifest(step=4, samples=4, tokens=4))
+    (tmp_path / "state.json").write_text(json.dumps(rewind(5, 4)))
+    command = [sys.executable, "-c", SUPERVISOR, str(tmp_path), ASKED]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as supervisor:
+        try:
+            deadline = time.monotonic() + 60
+            while not (tmp_path / "ready").exists():
+                assert supervisor.poll() is None
+                assert time.monotonic() < deadline
+                time.sleep(0.02)
+            supervisor.send_signal(number)
+            _, said = supervisor.communicate(timeout=60)
+        finally:
+            supervisor.kill()
+    assert supervisor.returncode == 3, said
+    assert json.loads((tmp_path / "got").read_text()) == [int(number)]
+    assert (tmp_path / "starts").read_text() == "start "
+
+
+def test_a_run_that_a_signal_killed_has_the_shells_code(tmp_path: Path) -> None:
+    command = (sys.executable, "-c", "import os; os.kill(os.getpid(), 9)")
+    assert supervise(command, tmp_path, tmp_path, 0) == 137

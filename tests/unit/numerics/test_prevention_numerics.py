@@ -228,3 +228,31 @@ def test_the_table_says_what_differs() -> None:
     text = init_std.table(init_std.measure([("good", good, 0.02), ("bad", bad, 0.02)]))
     assert [line.endswith("%") for line in text.splitlines()[1:]] == [False, True]
     assert init_std.residual_std(0.02, 8) == pytest.approx(0.005)
+
+
+# --- pinned beside the properties above, whose few examples may miss them ---------------------------------------------
+
+
+@pytest.mark.parametrize("cap", [1.0, 50.0])
+def test_a_learned_sink_is_not_capped(cap: float) -> None:
+    sink = torch.tensor([5.0, -3.0, 0.0])
+    got = masked_softmax(torch.zeros(1, 3, 2, 4), cap=cap, softmax_offset=sink)
+    expected = 1 / (4 + sink.double().exp())  # logits of 0 stay 0 under any cap
+    assert torch.allclose(got[0, :, 0, 0].double(), expected, rtol=1e-6)
+    masked = masked_softmax(torch.zeros(1, 3, 2, 4), mask=torch.tensor([True, False, False, True]), softmax_offset=sink)
+    assert torch.allclose(masked[0, :, 1, 1].double(), 1 / (2 + sink.double().exp()), rtol=1e-6)
+
+
+def test_the_bound_counts_layernorms_offsets() -> None:
+    """With gains of 0 the offsets alone are left, and the bound is reached."""
+    q_norm, k_norm = (QKNorm(Variant.LAYERNORM, heads, 8) for heads in (4, 2))
+    with torch.no_grad():
+        for norm, offset in ((q_norm, 2.0), (k_norm, -3.0)):
+            norm.weight.zero_()
+            norm.bias.fill_(offset)
+        logits = (q_norm(torch.randn(5, 4, 8))[:, 0] @ k_norm(torch.randn(5, 2, 8))[:, 0].T) * 0.5
+    assert logits.flatten().tolist() == [-24.0] * 25
+    assert logit_bound(q_norm, k_norm, 0.5) == pytest.approx(24.0, rel=1e-6)
+    with torch.no_grad():
+        q_norm.weight[3] = -2.0
+    assert logit_bound(q_norm, k_norm, 0.5) == pytest.approx(0.5 * 3 * 8**0.5 * (2 * 8**0.5 + 2 * 8**0.5), rel=1e-6)

@@ -15,10 +15,11 @@ from megatron_stability.detect.data import BadBatch as Detector
 from megatron_stability.detect.non_finite import NonFinite
 from megatron_stability.detect.rank_agreement import RankAgreement
 from megatron_stability.observe.batch import scores
+from megatron_stability.observe.config import Replicas as Replicas_
 from megatron_stability.observe.fingerprint import digest
 from megatron_stability.observe.reduction import LocalSignals, Reduction, chained
 from megatron_stability.observe.wide import Layers, Replicas, fold
-from megatron_stability.records import Action, Decision, Tier
+from megatron_stability.records import Action, Decision, StepRecord, Tier
 from tests.unit.steps import PROPERTY, feed, flagged, step
 
 CPU = torch.device("cpu")
@@ -163,3 +164,58 @@ def test_of_differences_that_follow_from_each_other_the_cause_is_named() -> None
     verdict = RankAgreement(Switch(), Early()).inspect(record)
     assert verdict is not None
     assert "the weights of rank 3" in verdict.reason
+
+
+def reduced(*ranks: LocalSignals) -> StepRecord:
+    reduction = Reduction(None, CPU)
+    return reduction.record(torch.stack([reduction.row(rank) for rank in ranks]))
+
+
+def rank(**fields) -> LocalSignals:
+    return LocalSignals(**{"step": 5, "first_sample": 0, "samples": 8, "loss_sums_n2": NONE, "grad_norm": 1.0} | fields)
+
+
+def test_the_norm_is_the_largest_that_any_rank_reported() -> None:
+    """Rank 0 may have no gradient of its own."""
+    assert reduced(rank(grad_norm=1.0), rank(grad_norm=7.0), rank(grad_norm=None)).grad_norm == 7.0
+    assert reduced(rank(grad_norm=7.0), rank(grad_norm=1.0)).grad_norm == 7.0
+    assert reduced(rank(learning_rate=0.0), rank(learning_rate=3e-4)).learning_rate == 3e-4
+
+
+def test_a_nan_loss_is_the_culprit_and_not_the_gradients_that_follow_from_it() -> None:
+    bad = torch.tensor([[math.nan, 4.0], [8.0, 4.0]])
+    record = reduced(rank(grad_amax=math.nan), rank(loss_sums_n2=bad, grad_amax=math.nan), rank(grad_amax=math.nan))
+    assert record.culprit_ranks == (1,)
+    assert (record.nonfinite_losses, record.nonfinite_grads, record.tokens) == (1, 3, 8.0)
+    assert math.isnan(record.loss)
+    without = reduced(rank(), rank(grad_amax=1.0), rank(grad_amax=math.nan))
+    assert without.culprit_ranks == (2,)
+
+
+@pytest.mark.parametrize("amax", [math.inf, -math.inf, math.nan])
+def test_a_gradient_that_is_not_finite_counts_though_the_norm_is_blind_to_it(amax: float) -> None:
+    record = reduced(rank(), rank(grad_norm=1.0, grad_amax=torch.tensor(amax)))
+    assert (record.nonfinite_grads, record.finite, record.culprit_ranks) == (1, False, (1,))
+    assert math.isnan(record.grad_norm)
+    assert reduced(rank(), rank(grad_amax=3e38)).finite
+
+
+@pytest.mark.parametrize("field", ["step", "first_sample", "samples", "history"])
+def test_a_rank_that_is_elsewhere_is_named(field: str) -> None:
+    assert reduced(rank(), rank(), rank(**{field: 6})).disagreeing_ranks == (2,)
+    assert reduced(rank(), rank()).disagreeing_ranks == ()
+
+
+def test_losses_are_weighed_by_their_tokens_and_none_is_no_loss() -> None:
+    record = reduced(rank(loss_sums_n2=torch.tensor([[6.0, 2.0]])), rank(loss_sums_n2=torch.tensor([[4.0, 8.0]])))
+    assert (record.loss, record.tokens) == (1.0, 10.0)
+    assert math.isnan(reduced(rank()).loss)
+    assert reduced(rank(), rank(overflow=True)).overflow
+    assert not reduced(rank()).overflow
+
+
+def test_weights_are_compared_now_and_then_and_before_each_save() -> None:
+    every = Replicas_(weights_every=1000)
+    assert [every.weights_due(step, saves=False) for step in (999, 1000, 1001, 2000)] == [False, True, False, True]
+    assert every.weights_due(1, saves=True)
+    assert not Replicas_(weights_every=0).weights_due(1000, saves=True)

@@ -9,8 +9,8 @@ import pytest
 
 from megatron_stability.errors import EXIT_FINDING, EXIT_FINE, UsageError
 from megatron_stability.ledger.ledger import Ledger, RunInfo
-from megatron_stability.records import Action, Decision, StepRecord, Tier, Verdict
-from megatron_stability.report import charts, command, summary
+from megatron_stability.records import Action, Change, Decision, Episode, StepRecord, Tier, Verdict
+from megatron_stability.report import charts, command, episode_chart, summary
 from megatron_stability.report.runview import RunView
 
 EVIL = '<script>alert("x")</script><img src=http://a.b/c>'
@@ -186,6 +186,8 @@ def test_the_summary_counts_the_surviving_trajectory(folder):
         "skipped_steps": 1,
         "decisions": {"skip": 1, "halt": 1},
         "advised_only": {"scale_lr": 1},
+        "episodes": [],
+        "incidents": 0,
         "samples": {"trained": 312, "skipped": 8, "undone": 40, "lost": 0, "repeated": 0},
         "findings": [],
     }
@@ -302,3 +304,37 @@ def test_numbers_for_people():
         "-Inf",
         "NaN",
     ]
+
+
+def test_an_episode_stands_in_table_json_and_page(tmp_path, capsys) -> None:
+    """What a detector found reaches a person, although nothing was done about it."""
+    reason = f"largest attention logit 40199 is above 100 {EVIL}"
+    fields = {"incident": 12, "detector": "attention_logits", "first_step": 12, "value": 40199.0, "threshold": 100.0}
+    with Ledger.open(tmp_path / "run", resume_step=0, resume_sample=0, run_info=INFO) as ledger:
+        for step in range(1, 31):
+            write(ledger, step, signals={"attention/max_logit": 10.0 * step})
+            if step in (12, 25):
+                tier, change = (Tier.WATCH, Change.OPENED) if step == 12 else (Tier.LARGE, Change.WORSENED)
+                episode = Episode(last_step=step, tier=tier, verdicts=step - 11, reason=reason, **fields)
+                ledger.write_episode(change, episode)
+    out = tmp_path / "page.html"
+    assert command.run([str(tmp_path / "run"), "--out", str(out), "--json"]) == EXIT_FINE
+    (run,) = json.loads(capsys.readouterr().out)["runs"]
+    (shown,) = run["episodes"]
+    assert (shown["detector"], shown["tier"], shown["change"], shown["last_step"]) == (
+        "attention_logits",
+        "large",
+        "worsened",
+        25,
+    )
+    assert run["incidents"] == 1
+    view = RunView.from_ledger(tmp_path / "run")
+    assert "1 attention logits" in str([list(column.cells) for column in summary.table([view]).columns])
+    figure = episode_chart.episodes([view])
+    assert figure is not None
+    bars = [trace for trace in figure.data if trace.type == "bar"]
+    assert [(bar.name, list(bar.base), list(bar.x)) for bar in bars] == [("large", [11.5], [14])]
+    (curve,) = [trace for trace in figure.data if trace.type == "scatter"]
+    assert (curve.x[0], curve.y[0], curve.x[-1], curve.y[-1]) == (1, 10.0, 30, 300.0)
+    assert "attention/max_logit, judged by attention_logits" in str(figure.layout.annotations)
+    assert "<script>alert" not in out.read_text()

@@ -45,3 +45,27 @@ def test_kernel_equals_the_cpu_pass() -> None:
     for kernel, cpu in pairs:
         assert kernel[:6] == cpu[:6]
         assert kernel[6:] == pytest.approx(cpu[6:], rel=1e-5)
+
+
+@pytest.mark.parametrize("row", [0, 128], ids=["one scale", "a scale a row"])
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_the_kernel_keeps_to_its_registers_on_an_h100(
+    dtype: str, row: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from megatron_stability.numerics.fp8 import triton as fp8_triton
+    from megatron_stability.numerics.fp8.formats import E4M3
+    from tests.unit.numerics.compiled import resources
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    types = {"x_ptr": f"*{dtype}", "scale_ptr": "*fp32", "out_ptr": "*fp64", "elements": "i64"}
+    constants = {
+        "row": row,
+        "largest_value": E4M3.max,
+        "least_normal": E4M3.least_normal,
+        "shift": 1.5 * 2.0 ** (23 - E4M3.mantissa_bits),
+        "BLOCK": fp8_triton.BLOCK,
+        "ROUNDS": fp8_triton.ROUNDS,
+    }
+    registers, *spills = resources(fp8_triton._kernel, types, constants, fp8_triton.WARPS, tmp_path)
+    assert spills == [0, 0]
+    assert registers <= 80  # 3 programs of 8 warps fit into an SM's 65,536 registers
