@@ -88,7 +88,7 @@ class Survey:
         if here is None or here.folder != each.folder:
             return replace(each, state="suspect", reason="its step was saved again")
         objection = self.lineage.objection(each.place)
-        return each if objection is None else replace(each, state="suspect", reason=objection)
+        return each if objection is None else replace(each, state="suspect", reason=said(objection))
 
     def at(self, place: Place) -> Generation:
         """The generation at a place that `lineage` named."""

@@ -21,7 +21,7 @@ def read(root: Path) -> History:
     """
     path = root / FILE
     try:
-        found = History.model_validate_json(path.read_bytes())
+        found = History.model_validate_json(files.read_bytes(path))
     except (FileNotFoundError, NotADirectoryError):
         return History()
     except (OSError, ValidationError):

@@ -223,8 +223,7 @@ class Lineage:
 
     def edited(self, tracker: int) -> bool:
         """Whether somebody else than us wrote the tracker file: a tracker that only lags behind is ours."""
-        ours = self.history.tracker
-        return ours != "unknown" and tracker not in (ours, self.head.step if self.head else None)
+        return self.history.tracker not in ("unknown", tracker)
 
     def _of_step(self, step: int) -> Place | None:
         return max((place for place, save in self._saves.items() if save.here and place.step == step), default=None)

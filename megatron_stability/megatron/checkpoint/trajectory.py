@@ -113,9 +113,6 @@ class Trajectory:
                 place = self.loads
                 why = f"a start from step {place.step} ({chosen.why or 'nothing newer could be loaded'})"
         self._go_on_from(root, place, why)
-        survey = Survey(root)
-        if place is not None and (place in self._history.failed or survey.lineage.unproven(place)):
-            self._unproven.add(place)
         return place
 
     def rewound(self, target: Manifest | None, to_step: int, why: str) -> Place | None:
@@ -162,7 +159,10 @@ class Trajectory:
                 history.write(root, self._history)
         else:
             self._history = known
-        survivors = {each.folder for each in Survey(root).candidates}
+        after = Survey(root)
+        in_doubt = place is not None and (place in self._history.failed or after.lineage.unproven(place))
+        self._unproven = {place} if place is not None and in_doubt else set()
+        survivors = {each.folder for each in after.candidates}
         for each in survey.candidates:
             if each.folder not in survivors:
                 _say(

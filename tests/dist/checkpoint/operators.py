@@ -52,6 +52,7 @@ class Expected:
     plain: dict[int, Made] = field(default_factory=dict)  # what Megatron would find
     stands: Made | None = None
     tracker: int | None = None
+    noted: int | None = None  # what the tracker said when the job last wrote down what it had done
     edited: bool = False
 
     def survivors(self) -> list[Made]:
@@ -78,6 +79,7 @@ class Expected:
     def goes_on(self, made: Made | None) -> None:
         """A start's or a rewind's first step."""
         self.stands, self.tracker, self.edited = made, None if made is None else made.step, False
+        self.noted = self.tracker
 
     def saved(self, name: str, step: int, applied: int, withheld: int, keep: int) -> None:
         """A save came to its end."""
@@ -293,12 +295,8 @@ class Sequence:
         ]:  # between a save's two last writes nobody can tell an edit back from a tracker that lags
             return
         step = self.chance.choice([made.step for made in told.made] + [98])
-        known = (told.tracker, told.stands.step if told.stands is not None else None)
-        if step in known and told.edited:
-            return
         (self.roots[which] / TRACKER).write_text(f"{step}\n")
-        if step not in known:
-            told.tracker, told.edited = step, True
+        told.tracker, told.edited = step, step != told.noted
 
     def prune(self, which: int) -> None:
         told = self.told[which]
@@ -352,8 +350,8 @@ class Sequence:
             if self._branches(root) != branches or began is told.stands:
                 told.goes_on(began)
             tracker = self._tracker(root)
-            moved = tracker is not None and tracker not in (told.tracker, self._noted(root))
-            told.edited = moved or (told.edited and tracker is not None)  # where it moved first, it says where to
+            told.noted = self._noted(root)
+            told.edited = tracker is not None and tracker != told.noted  # where it moved first, it says where to
             told.tracker = tracker
             return False
         self.after_death[which] = False
@@ -384,7 +382,7 @@ class Sequence:
         told, root = self.told[which], self.roots[which]
         name, self.names = f"n{self.names:03d}", self.names + 1
         streak = job.trajectory.state_dict()
-        folder, before = root / f"iter_{job.step:07d}", told.tracker
+        folder = root / f"iter_{job.step:07d}"
         try:
             with dies_after(self.chance.randrange(9) if self.chance.random() < 0.2 else None):
                 job.saves(name)
@@ -394,7 +392,8 @@ class Sequence:
             is_new = (folder / "name").is_file() and (folder / "name").read_text() == name
             if is_new and (folder / MARKER).exists():
                 told.saved(name, job.step, **streak, keep=0)
-                told.tracker = self._tracker(root) if self._tracker(root) == job.step else before
+                told.tracker = self._tracker(root)
+                told.noted = self._noted(root)
                 for made in list(told.plain.values()):
                     if not (root / f"iter_{made.step:07d}").exists():
                         told.removed(made)

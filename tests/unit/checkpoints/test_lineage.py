@@ -193,9 +193,11 @@ def test_a_damaged_history_is_named_and_nothing_is_chosen(tmp_path: Path) -> Non
 def test_one_folder_is_judged_in_the_light_of_those_beside_it(tmp_path: Path) -> None:
     for step in (3, 6):
         complete(tmp_path, step)
-    known = History(branches=(branch(1, 3, "a start from step 3"),), counter=1, tracker=3)
+    known = History(branches=(branch(1, 3, "a start from step 3\x1b[2J"),), counter=1, tracker=3)
     history.write(tmp_path, known)
     assert history.read(tmp_path) == known
+    assert "\x1b" not in str(generations.generation(tmp_path / "iter_0000006"))
+    history.write(tmp_path, History(branches=(branch(1, 3, "a start from step 3"),), counter=1, tracker=3))
     found = generations.generation(tmp_path / "iter_0000006")
     assert str(found) == "iter_0000006 is suspect: left behind by a start from step 3"
     good = generations.newest_good(tmp_path)

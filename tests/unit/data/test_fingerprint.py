@@ -43,7 +43,7 @@ def rewrite(file: Path, first: int, new: bytes) -> None:
     os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))
 
 
-@pytest.mark.parametrize("size", [0, 1, 4096, BLOCKS * BLOCK, BLOCKS * BLOCK + 2, 10**6, 12_345_678, 10**12])
+@pytest.mark.parametrize("size", [0, 1, 4096, 300_000, BLOCKS * BLOCK, BLOCKS * BLOCK + 2, 10**6, 12_345_678, 10**12])
 def test_places_are_inside_one_in_each_part_and_of_the_size_alone(size: int) -> None:
     found = places(size)
     assert found == places(size)
@@ -54,6 +54,8 @@ def test_places_are_inside_one_in_each_part_and_of_the_size_alone(size: int) -> 
         assert len(found) == BLOCKS
         part = size / BLOCKS
         assert all(at * part - 9 <= offset <= (at + 1) * part for at, (offset, _) in enumerate(found))
+        if part > 8 * BLOCK:
+            assert len({int(4 * (offset / part - at)) for at, (offset, _) in enumerate(found)}) >= 4, "all over a part"
 
 
 def test_another_file_of_equal_size_and_times_is_found(big: Path) -> None:
