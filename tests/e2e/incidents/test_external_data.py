@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from argparse import ArgumentParser
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,7 +54,7 @@ class SavesItself(Plain):
 
 class Unloadable(Stateful):
     def state_dict(self) -> dict[str, Any]:
-        return {"path": self.log}
+        return {"another": Plain(self.log)}
 
 
 def train(context: Context, flags: Sequence[str], kind: type[Plain], log: Path) -> int:
@@ -66,9 +67,14 @@ def train(context: Context, flags: Sequence[str], kind: type[Plain], log: Path) 
     from megatron_stability.megatron.access import handle
     from megatron_stability.megatron.start import pretrain_gpt as gpt
 
+    def add_arguments(parser: ArgumentParser) -> ArgumentParser:
+        if "--dataloader-save" not in parser._option_string_actions:  # as the scripts that have such iterators do
+            parser.add_argument("--dataloader-save")
+        return gpt.add_arguments(parser)
+
     sys.argv = ["script", *jobs.command_line(tuple(flags))]
     try:
-        args = parse_and_validate_args(extra_args_provider=gpt.add_arguments, args_defaults=gpt.DEFAULTS)
+        args = parse_and_validate_args(extra_args_provider=add_arguments, args_defaults=gpt.DEFAULTS)
         pretrain(
             pretrain_cfg_container_from_args(args),
             train_valid_test_dataset_provider=lambda samples, vp_stage=None: (kind(log), None, None),
