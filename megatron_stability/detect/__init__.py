@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_stability.detect import data, grad_norm, growth, limits, loss, trend
+from megatron_stability.detect import data, grad_norm, growth, level, limits, loss, trend
 from megatron_stability.detect.base import Detector
 from megatron_stability.detect.config import Detect
+from megatron_stability.detect.expected import ExpectedChange
 from megatron_stability.detect.non_finite import NonFinite
 from megatron_stability.detect.rank_agreement import RankAgreement
 
@@ -14,6 +15,7 @@ from megatron_stability.detect.rank_agreement import RankAgreement
 DETECTORS: tuple[Any, ...] = (
     NonFinite,
     RankAgreement,
+    ExpectedChange,
     grad_norm.GradNormSpike,
     grad_norm.GradNormZ,
     grad_norm.GradNormCalibrated,
@@ -24,6 +26,7 @@ DETECTORS: tuple[Any, ...] = (
     loss.LossSpike,
     loss.LossMad,
     loss.LossDelta,
+    level.LossDivergence,
     loss.LossRatio,
     loss.LossSpikeScore,
     trend.LossDrift,

@@ -1,0 +1,131 @@
+"""Levels: a loss that has left its own and does not come back."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+from megatron_stability.detect import config as c
+from megatron_stability.detect.base import PLAUSIBLE, BaselineDetector, Finding
+from megatron_stability.detect.fit import LocalFit
+from megatron_stability.detect.window import Window
+from megatron_stability.records import StepRecord, Tier
+
+SIGMAS = 4.0  # standard deviations that a rise has at least, whatever its nats
+SIGMA_FLOOR = 0.005  # nats
+BLOCK, BLOCKS = 10, 10  # accepted losses in a median, and medians of which the lowest is the level
+HALF = 5  # losses of each of the two medians whose difference says whether a loss comes back
+BACK = 0.03  # share of the rise by which the newer median is lower where it does
+LOOKS = 5  # looks in a row without coming back
+
+
+class LossDivergence(BaselineDetector):
+    """LARGE where the loss stays above its level and does not come back by itself: what a rewind waits for.
+
+    The level is the lowest of the last medians of `BLOCK` accepted losses, which a slow rise can't drag along. It takes
+    a row of `steps` losses more than `nats` above it; or of `amplified_steps`, the last more than `amplified_nats`
+    above, if within the row the gradient norm was above `amplified` times its own mean. Either way by at least SIGMAS
+    standard deviations (of what `LocalFit` leaves over), and not while it falls: the median of the last HALF losses
+    must for LOOKS steps in a row have been no more than BACK of the rise below that of the HALF before. Most spikes
+    heal. A withheld step counts as any other, for its loss was measured before.
+    """
+
+    name = "loss_divergence"
+
+    def __init__(self, config: c.LossDivergence, early: c.Early) -> None:
+        super().__init__(early, relearn_after=config.relearn_after, persistence=config.persistence)
+        self.config = config
+        self.fit, self.norms = LocalFit(config.window), Window(config.window)
+        self.part: list[float] = []
+        self.medians: deque[float] = deque(maxlen=BLOCKS)
+        self.row: deque[float] = deque(maxlen=2 * HALF)  # the last losses of the row
+        self.held = 0  # looks in a row at which the loss did not come back
+        self.amplified = False
+
+    def value(self, record: StepRecord) -> float | None:
+        """The loss in nats a token."""
+        return record.loss
+
+    def judge(self, value: float, record: StepRecord) -> Finding | None:
+        """See the class."""
+        config = self.config
+        if self.warms_up_for() or value <= (level := min(self.medians)) + config.nats:
+            return None
+        sigma = self.fit.sigma(SIGMA_FLOOR, config.prior)
+        limit, rise = max(config.nats, SIGMAS * sigma) * self.early.looseness(record.step), value - level
+        if rise <= limit:
+            return None
+        steps, amplified = self.run + 1, self.amplified or self._amplifies(record)
+        reason = f"loss {value:.4f} nats: more than {limit:.3g} above its level {level:.4f} for {steps} steps"
+        reason += f"{', with an amplified gradient norm' * amplified}, and it does not come back"
+        lasting = steps >= config.steps
+        fast = amplified and steps >= config.amplified_steps and rise >= config.amplified_nats
+        tier = Tier.LARGE if (lasting or fast) and self._held(value) >= LOOKS else None
+        return Finding(tier, level + limit, reason)
+
+    def warms_up_for(self) -> int:
+        """See `BaselineDetector`."""
+        return max(max(self.config.warmup_steps, BLOCK) - BLOCK * len(self.medians) - len(self.part), 0)
+
+    def _amplifies(self, record: StepRecord) -> bool:
+        mean = self.norms.mean
+        return len(self.norms) >= self.config.warmup_steps and record.grad_norm > self.config.amplified * mean > 0
+
+    def _held(self, value: float) -> int:
+        """`held` with this loss."""
+        last = [*self.row, value][-2 * HALF :]
+        if len(last) < 2 * HALF:
+            return 0
+        before, now = sorted(last[:HALF])[HALF // 2], sorted(last[HALF:])[HALF // 2]
+        return 0 if before - now > BACK * (before - min(self.medians, default=before)) else self.held + 1
+
+    def suspect(self, value: float, record: StepRecord) -> None:
+        """The row goes on."""
+        if abs(value) <= PLAUSIBLE:
+            self.held = self._held(value)
+            self.row.append(value)
+        self.amplified = self.amplified or self._amplifies(record)
+
+    def accept(self, value: float, record: StepRecord) -> None:
+        """Loss and norm into the baseline; the row is over."""
+        self.fit.push(value)
+        self.part.append(value)
+        if len(self.part) == BLOCK:
+            self.medians.append(sorted(self.part)[BLOCK // 2])
+            self.part = []
+        if 0 <= record.grad_norm <= PLAUSIBLE and not self._amplifies(record):
+            self.norms.push(record.grad_norm)
+        if self.row:
+            self._over()
+
+    def _over(self) -> None:
+        self.row.clear()
+        self.held, self.amplified = 0, False
+
+    def clear(self) -> None:
+        """Empty baseline and row."""
+        self.fit.clear()
+        self.norms.clear()
+        self.medians.clear()
+        self.part = []
+        self._over()
+
+    def baseline(self) -> dict[str, Any]:
+        """Fit, norms, medians and row."""
+        lists = {"part": list(self.part), "medians": list(self.medians), "row": list(self.row)}
+        return {
+            "fit": self.fit.state_dict(),
+            "norms": self.norms.state_dict(),
+            **lists,
+            "held": self.held,
+            "amplified": self.amplified,
+        }
+
+    def load_baseline(self, state: dict[str, Any]) -> None:
+        """The inverse."""
+        self.fit.load_state_dict(state["fit"])
+        self.norms.load_state_dict(state["norms"])
+        self.part = [float(value) for value in state["part"]]
+        self.medians.extend(float(value) for value in state["medians"])
+        self.row.extend(float(value) for value in state["row"])
+        self.held, self.amplified = int(state["held"]), bool(state["amplified"])
