@@ -45,8 +45,8 @@ class LossSpike(WindowDetector):
     """loss > μ + k·max(σ, `sigma_floor`), on `persistence` steps in a row or once beyond `k_at_once`.
 
     μ, σ over the last `window` accepted losses; the tier follows the nats above μ and the steps in a row. The floor
-    keeps a loss that has all but stopped moving from raising verdicts. k = 4 without persistence would give 0.6 false alarms in 20k steps of
-    Gaussian noise, and real noise has heavier tails.
+    keeps a loss that has all but stopped moving from raising verdicts. k = 4 without persistence would give 0.6 false
+    alarms in 20k steps of Gaussian noise, and real noise has heavier tails.
     """
 
     name = "loss_spike"
@@ -128,11 +128,11 @@ class LossDelta(WindowDetector):
 
     A row of steps above `watch` is WATCH once it is longer than `watch_steps`, MEDIUM if it also reaches `medium` or
     lasts `mild_steps`; above `severe` it is WATCH at once, and LARGE in a row of `severe_steps`. These limits are at
-    least in proportion to σ, so that a noisy loss, or one that is a sum, is judged by its own scatter. Smaller rises are
-    WATCH by Page's cumulative sum (Biometrika 41, 1954), S ← max(0, S + min(z, 4) - k) > h, z in σ above the mean: a
-    slow burn adds up while single bad batches, which `LossSpike` reports, do not. S > h/2 is suspicious already. Losses
-    wait `lag` steps before they enter mean and σ; those that still wait when a suspicious step comes are dropped: a slow
-    rise can neither drag the mean along nor hide in σ.
+    least in proportion to σ, so that a noisy loss, or one that is a sum, is judged by its own scatter. Smaller rises
+    are WATCH by Page's cumulative sum (Biometrika 41, 1954), S ← max(0, S + min(z, 4) - k) > h, z in σ above the mean:
+    a slow burn adds up while single bad batches, which `LossSpike` reports, do not. S > h/2 is suspicious already.
+    Losses wait `lag` steps before they enter mean and σ; those that still wait when a suspicious step comes are
+    dropped: a slow rise can neither drag the mean along nor hide in σ.
     """
 
     name = "loss_delta"
