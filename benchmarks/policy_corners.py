@@ -44,7 +44,7 @@ class Shape(NamedTuple):
     norm: float = 1.0
 
 
-Effect = Callable[[int, random.Random], Shape]
+Effect = Callable[[int, int], Shape]
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Corner:
     """One corner: `right` is what should come of it.
 
     Attributes:
-        effect: by steps since the onset; from the seed's generator only.
+        effect: by steps since the onset and the run's seed.
         onset: first step.
         heals: whether a rewind to before the onset keeps it away: a divergence, not a property of the data.
         limit: steps from the clock's start within which it must be acted on; None: nothing needs to be done.
@@ -65,7 +65,7 @@ class Corner:
     """
 
     right: str
-    effect: Effect = lambda since, rng: Shape()
+    effect: Effect = lambda since, seed: Shape()
     onset: int = 2000
     heals: bool = False
     limit: int | None = None
@@ -80,13 +80,13 @@ class Corner:
 
 def ramp(nats: float, climb: int, norm: float = 1.0, later: float = 1.0) -> Effect:
     """A rise that stays, with a norm at first and one later."""
-    return lambda since, rng: Shape(nats * min(since + 1, climb) / climb, norm if since < 40 else later)
+    return lambda since, seed: Shape(nats * min(since + 1, climb) / climb, norm if since < 40 else later)
 
 
 def heal(height: float, tail: float, norm: float) -> Effect:
     """A spike that comes back by itself."""
     climb = 3
-    return lambda since, rng: Shape(
+    return lambda since, seed: Shape(
         height * ((since + 1) / climb if since < climb else math.exp(-(since - climb + 1) / tail)),
         1.0 + (norm - 1.0) * math.exp(-since / 5),
     )
@@ -94,27 +94,50 @@ def heal(height: float, tail: float, norm: float) -> Effect:
 
 def once(nats: float, norm: float) -> Effect:
     """One step."""
-    return lambda since, rng: Shape(nats, norm) if since == 0 else Shape()
+    return lambda since, seed: Shape(nats, norm) if since == 0 else Shape()
 
 
-def easy(since: int, rng: random.Random) -> Shape:
+def easy(since: int, seed: int) -> Shape:
     """300 steps of easy data."""
     return Shape(-0.4, 0.08) if since < 300 else Shape()
 
 
-def extension(since: int, rng: random.Random) -> Shape:
+def extension(since: int, seed: int) -> Shape:
     """Longer context: +3 nats that heal in hundreds of steps, and one large norm."""
     return Shape(3.0 * math.exp(-since / 400), 15.0 if since == 0 else 1.0 + 2.0 * math.exp(-since / 50))
 
 
 def zero_init(rate: float) -> Effect:
-    """A norm that grows by a rate a step, from 1e-4 of its later level; the onset is the first step."""
-    return lambda since, rng: Shape(0.0, min(1e-4 * (1.0 + rate) ** since, 1.0))
+    """A norm that grows by a rate a step, from e**-9.2 of its later level; the onset is the first step."""
+    return lambda since, seed: Shape(0.0, math.exp(min(since * math.log1p(rate) - 9.2, 0.0)))
 
 
-def hard(since: int, rng: random.Random) -> Shape:
+def hard(since: int, seed: int) -> Shape:
     """Every twentieth batch has a gradient of fifty times."""
     return Shape(0.3, 50.0) if since % 20 == 0 and since < 400 else Shape()
+
+
+SPACING = 200
+
+
+def spikes(since: int, seed: int) -> Shape:
+    """Every SPACING steps a spike of its own height, tail and norm, which heals."""
+    rng = random.Random(1000 * seed + since // SPACING)
+    height, tail = math.exp(rng.uniform(math.log(0.3), math.log(4.0))), rng.uniform(3.0, 40.0)
+    return heal(height, tail, rng.uniform(1.5, 15.0))(since % SPACING, seed)
+
+
+def diverges(amplified: bool) -> Effect:
+    """A rise of its own height and pace in each run, which stays."""
+
+    def effect(since: int, seed: int) -> Shape:
+        rng = random.Random(seed)
+        nats, norm = rng.uniform(1.5, 6.0), rng.uniform(5.5, 30.0)
+        climb = math.exp(rng.uniform(0.0, math.log(60.0 if amplified else 300.0)))
+        first, later = (norm, rng.uniform(1.0, 3.0)) if amplified else (rng.uniform(0.8, 2.0), 1.0)
+        return ramp(nats, round(climb), first, later)(since, seed)
+
+    return effect
 
 
 CORNERS: dict[str, Corner] = {
@@ -132,11 +155,14 @@ CORNERS: dict[str, Corner] = {
     "lone spike, +3 nats": Corner("applied or skipped", once(3.0, 1.5)),
     "spike that heals in 30 steps": Corner("no rewind", heal(2.0, 10.0, 8.0)),
     "spike that heals in 100 steps": Corner("no rewind", heal(1.5, 30.0, 8.0)),
+    "random spikes that heal, 17 a run": Corner("2 % rewind at most", spikes, onset=600),
     "every 20th batch x50": Corner("skips only", hard),
     "+3 nats in 40 steps, norm x6 then x2": Corner("rewind", ramp(3.0, 40, 6.0, 2.0), heals=True, limit=20),
     "+3 nats at once, norm x20": Corner("rewind", ramp(3.0, 1, 20.0, 20.0), heals=True, limit=20),
     "+2 nats in 200 steps, by loss only": Corner("rewind", ramp(2.0, 200), heals=True, limit=250),
     "+5 nats in 10 steps, by loss only": Corner("rewind", ramp(5.0, 10), heals=True, limit=250),
+    "random divergences, norm above 5x": Corner("rewind", diverges(True), heals=True, limit=20),
+    "random divergences, by loss only": Corner("rewind", diverges(False), heals=True, limit=250),
     "+3 nats at step 120 of the fall": Corner("rewind", ramp(3.0, 20, 6.0, 2.0), onset=120, heals=True, limit=20),
     "NaN from one step on": Corner("skip, then rewind or halt", ramp(math.nan, 1), heals=True, limit=2),
     "resume without state, +2 nats at its 10th step": Corner("told", ramp(2.0, 1), onset=3009, start=3000, steps=5000),
@@ -185,7 +211,7 @@ class Run:
         loss = 1.9 + 9.0 * (step + 2) ** -0.4 + corner.sigma * (1.0 + 4.0 * math.exp(-step / 200)) * heavy
         norm = (0.25 + 6.0 * (step + 2) ** -0.6) * math.exp(rng.gauss(0, 0.15))
         if step >= corner.onset and not (self.cured and corner.heals):
-            shape = corner.effect(step - corner.onset, rng)
+            shape = corner.effect(step - corner.onset, self.seed)
             loss, norm = loss + shape.nats, norm * shape.norm
         batch = corner.batch(step)
         bad = not math.isfinite(loss)
@@ -211,7 +237,7 @@ class Run:
             record = self.record(self.step)
             self._watch(record)
             _, decision = self.pipeline.decide(record)
-            out.told = out.told or bool(decision.verdicts) and 0 <= self.step - self.corner.onset <= 20
+            out.told = out.told or (bool(decision.verdicts) and 0 <= self.step - self.corner.onset <= 20)
             self._count(decision.action, decision.parameters)
             self.pipeline.finish(record, decision)
             if decision.action is Action.REWIND:
@@ -236,7 +262,7 @@ class Run:
         corner, out = self.corner, self.out
         if out.clock is not None or corner.limit is None or self.step < corner.onset:
             return
-        if not record.finite or corner.effect(self.step - corner.onset, random.Random(0)).nats >= 1.0:
+        if not record.finite or corner.effect(self.step - corner.onset, self.seed).nats >= 1.0:
             out.clock = self.step
 
     def _count(self, action: Action, parameters: Mapping[str, float]) -> None:
@@ -249,9 +275,9 @@ class Run:
         out.halts += action is Action.HALT
         if action in (Action.SCALE_LR, Action.REWIND) and "factor" in parameters:
             self.lower_until = self.step + int(parameters["steps"])
-        if action in (Action.REWIND, Action.HALT) or (action is Action.SKIP and self.corner.limit == 2):
-            if out.acted is None and self.step >= self.corner.onset:
-                out.acted = max(self.step - out.clock, 0) if out.clock is not None else 0
+        acts = action in (Action.REWIND, Action.HALT) or (action is Action.SKIP and self.corner.limit == 2)
+        if acts and out.acted is None and self.step >= self.corner.onset:
+            out.acted = max(self.step - out.clock, 0) if out.clock is not None else 0
         if action is not Action.APPLY:
             out.actions.append(f"{self.step} {action}")
 

@@ -24,7 +24,7 @@ from typing import Any, Literal
 
 from megatron_stability.decide.config import Decide, Rule
 from megatron_stability.decide.repair_gate import RepairGate
-from megatron_stability.detect.expected import EXPECTED
+from megatron_stability.detect.expected import EXPECTED, STARTS_ANEW
 from megatron_stability.records import Action, Decision, StepRecord, Tier, Verdict
 
 WINDOW = 1000  # settled steps over which `max_skips_per_1000_steps` counts
@@ -111,13 +111,18 @@ class TablePolicy:
     def _worst(self, record: StepRecord, verdicts: Sequence[Verdict]) -> tuple[Rule | None, Verdict | None]:
         """The first of the matching rules with the highest precedence, and the verdict that it matched."""
         best: tuple[Rule | None, Verdict | None] = (None, None)
-        graced = self._grace[0] <= record.step <= self._grace[1] or any(v.detector == EXPECTED for v in verdicts)
+        shown = next((verdict for verdict in verdicts if verdict.detector == EXPECTED), None)
+        spared = (
+            (*SCALES, Action.REWIND) if shown is not None or self._grace[0] <= record.step <= self._grace[1] else ()
+        )
+        if shown is not None and shown.value == STARTS_ANEW:
+            spared = *spared, Action.SKIP  # the norm of this very step is judged by a level that is over
         raised = int(self.on_probation)
         for verdict in verdicts:
             for rule in self.config.rules:
                 if best[0] is not None and rule.action.precedence <= best[0].action.precedence:
                     continue
-                if graced and rule.action in (*SCALES, Action.REWIND) and verdict.tier.severity <= Tier.LARGE.severity:
+                if rule.action in spared and verdict.tier.severity <= Tier.LARGE.severity:
                     continue
                 severity = verdict.tier.severity
                 if rule.action is not Action.SKIP and severity < Tier.LARGE.severity:
@@ -231,6 +236,7 @@ class TablePolicy:
             self._met = None if self._record is None else self._record.first_sample
         elif decision.parameters.get(LEVEL):
             self._taken = self._settled
+            self._gate.open()
         for verdict in decision.verdicts:
             if verdict.detector == EXPECTED:
                 self._grace = decision.step, decision.step + int(verdict.threshold)

@@ -9,6 +9,7 @@ from megatron_stability.detect.base import Detector
 from megatron_stability.detect.config import Detect
 from megatron_stability.detect.expected import ExpectedChange
 from megatron_stability.detect.non_finite import NonFinite
+from megatron_stability.detect.odd import OddInput
 from megatron_stability.detect.rank_agreement import RankAgreement
 
 # In the order in which they inspect: finiteness and agreement before any comparison.
@@ -51,6 +52,7 @@ DETECTORS: tuple[Any, ...] = (
     limits.MoeDrops,
     growth.MoeRouterZ,
     data.BadBatch,
+    OddInput,
     growth.Throughput,
 )
 

@@ -264,6 +264,14 @@ class BadBatch(Switch):
     relearn_after: int = RELEARN
 
 
+class OddInput(Switch):
+    """Input that is plainly odd: told once each."""
+
+    first_steps: int = Field(20, ge=2, description="first finite steps, by which loss and norm are judged")
+    nats: float = Field(30.0, gt=0, description="a loss always above this is not in nats a token")
+    in_period: int = Field(4, ge=3, description="withheld steps at one distance from each other that make a period")
+
+
 class Detect(Section):
     """Detectors, one section each; a section's name is its detector's name. `early` and `reset` are no detectors."""
 
@@ -309,6 +317,7 @@ class Detect(Section):
     moe_drops: Limits = Limits(watch=0.1, small=0.3, persistence=20)
     moe_router_z: Growth = Growth(window=100, warmup_steps=50, persistence=3, after_step=500)
     bad_batch: BadBatch = BadBatch()
+    odd_input: OddInput = OddInput()
     throughput: Growth = Growth(window=100, warmup_steps=20, persistence=10, watch=1.5, small=3.0, after_step=20)
 
     @field_validator("reset", mode="before")

@@ -18,7 +18,9 @@ class GradNormSpike(WindowDetector):
     """r = norm / max(mean of the last `window` accepted norms, `floor`), both before clipping.
 
     r > `ratio`: LARGE; r > `ratio` / 2: MEDIUM, more loosely in early training. The floor keeps a model whose gradient
-    is all but zero (frozen, or converged on one batch) from raising verdicts on rounding noise.
+    is all but zero (frozen, or converged on one batch) from raising verdicts on rounding noise. In early training the
+    mean is at least the median of the last RECENT accepted norms: output projections that begin at zero let the norm
+    grow by the same share every step.
 
     A spike is one batch's; a level stays, whatever the batch. So norms that are flagged in a row are a candidate, and
     the one after `level_after` of them that are alike (within `level_spread`) is no spike but a verdict named
@@ -27,6 +29,7 @@ class GradNormSpike(WindowDetector):
     """
 
     name = "grad_norm_spike"
+    RECENT = 5
 
     def __init__(self, config: c.GradNormSpike, early: c.Early) -> None:
         super().__init__(config, early)
@@ -40,9 +43,9 @@ class GradNormSpike(WindowDetector):
     def judge(self, value: float, record: StepRecord) -> Finding | None:
         """See the class."""
         window = self.window
-        large = self.config.ratio * max(window.mean, self.config.floor)
-        if value <= large / 2 or len(window) < self.config.warmup_steps:
+        if 2 * value <= self.config.ratio * max(window.mean, self.config.floor) or self.warms_up_for():
             return None
+        large = self.config.ratio * self._usual(record.step)
         medium = min(large, large / 2 * self.early.looseness(record.step))
         if value <= medium:
             return None
@@ -54,26 +57,30 @@ class GradNormSpike(WindowDetector):
             reason += f"; applied, it would stay in Adam's second moment for {steps} steps"
         return Finding(tier, threshold, reason)
 
+    def _usual(self, step: int) -> float:
+        """The norm that others are a multiple of."""
+        recent = sorted(list(self.window.values)[-self.RECENT :]) if step < self.early.steps else []
+        return max(self.window.mean, self.config.floor, recent[len(recent) // 2] if recent else 0.0)
+
     def _verdict(self, step: int, finding: Finding) -> Verdict | None:
         found = super()._verdict(step, finding)
-        if found is None or self._value is None or not self._is_level(self._value):
+        if found is None or self._value is None or not self._is_level(self._value, step):
             return found
         low, high = min(*self.candidate, self._value), max(*self.candidate, self._value)
         reason = f"{self.name}: {len(self.candidate) + 1} norms in a row from {low:.4g} to {high:.4g} are a level, not "
         reason += f"spikes above the running mean {self.window.mean:.4g}; applied, the baseline starts anew with them"
         return replace(found, detector=c.LEVEL_CHANGE, reason=reason)
 
-    def _is_level(self, value: float) -> bool:
+    def _is_level(self, value: float, step: int) -> bool:
         candidate, config = self.candidate, self.config
-        high = value > config.ratio * max(self.window.mean, config.floor) and value <= PLAUSIBLE
-        if not high or len(candidate) < config.level_after:
+        if len(candidate) < config.level_after or not config.ratio * self._usual(step) < value <= PLAUSIBLE:
             return False
         return max(*candidate, value) <= config.level_spread * min(*candidate, value)
 
     def learn(self, record: StepRecord, applied: bool) -> None:
         """As the base class; an applied level is the baseline from then on."""
         level = None
-        if applied and self.candidate and record.finite and self._is_level(record.grad_norm):
+        if applied and self.candidate and record.finite and self._is_level(record.grad_norm, record.step):
             level = [*self.candidate, record.grad_norm]
         super().learn(record, applied)
         if not self.run:
