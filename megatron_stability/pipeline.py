@@ -19,7 +19,7 @@ from functools import cached_property
 from typing import Any, Protocol, runtime_checkable
 
 from megatron_stability.detect.base import Detector
-from megatron_stability.detect.expected import EXPECTED, LEVELS, STARTS_ANEW
+from megatron_stability.detect.expected import starts_anew
 from megatron_stability.records import Change, Decision, Episode, StepRecord, Verdict
 
 
@@ -109,10 +109,9 @@ class Pipeline[Local]:
     def finish(self, record: StepRecord, decision: Decision) -> None:
         """Learn and record, once the optimizer step has run or was withheld. No collective."""
         applied = decision.updates_weights
-        if any(verdict.detector == EXPECTED and verdict.value == STARTS_ANEW for verdict in decision.verdicts):
-            for detector in self._asked:
-                if detector.name.startswith(LEVELS):
-                    detector.reset()
+        for detector in self._asked:
+            if starts_anew(detector.name, decision):
+                detector.reset()
         for learn in self._learn:
             learn(record, applied)
         self.policy.settle(decision)

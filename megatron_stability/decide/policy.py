@@ -25,11 +25,10 @@ from typing import Any, Literal
 from megatron_stability.decide.config import Decide, Rule
 from megatron_stability.decide.repair_gate import RepairGate
 from megatron_stability.detect.expected import EXPECTED, STARTS_ANEW
-from megatron_stability.records import Action, Decision, StepRecord, Tier, Verdict
+from megatron_stability.records import LEVEL, Action, Decision, StepRecord, Tier, Verdict
 
 WINDOW = 1000  # settled steps over which `max_skips_per_1000_steps` counts
 OUTSIDE_BUDGET = "outside_budget"  # Decision.parameters: this skip is the loss scaler's own
-LEVEL = "level"  # Decision.parameters: of a rewind that may have met a level, of an APPLY that took it as one
 SAME_STEPS = 40  # steps' worth of samples within which two incidents are at the same samples
 TAKEN_STEPS = 100  # settled steps for which a level that was taken as one is not asked about again
 SCALES = (Action.SCALE_LR, Action.SCALE_WEIGHT_DECAY)

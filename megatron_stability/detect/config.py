@@ -28,6 +28,7 @@ class Expect(Switch):
         (), description="STEP:KIND,... or [[step, kind], ...]: the first step of each announced change"
     )
     grace_steps: int = Field(50, ge=1, description="steps after a change in which nothing is scaled or rewound")
+    reset: tuple[str, ...] = Field((), description="detectors whose saved baselines are not taken over, by name")
 
     @model_validator(mode="before")
     @classmethod
@@ -43,6 +44,15 @@ class Expect(Switch):
         if not isinstance(parts, list | tuple):
             raise ValueError(f"is not STEP:KIND; KIND is one of {', '.join(get_args(ChangeKind))}")
         return [_change(part) if isinstance(part, str) else part for part in parts]
+
+    @field_validator("reset", mode="before")
+    @classmethod
+    def _known(cls, given: Any) -> Any:
+        names = given.split(",") if isinstance(given, str) else given
+        for name in names if isinstance(names, list | tuple) else ():
+            if name not in detector_names():
+                raise ValueError(f"no such detector: {str(name)[:40]}; known: {', '.join(detector_names())}")
+        return names
 
 
 def _change(text: str) -> tuple[int, str]:
@@ -92,10 +102,11 @@ class LossSpike(Windowed):
 class LossMad(Windowed):
     """Loss above a robust local fit by k * 1.4826 * MAD of what the fit left over before."""
 
+    window: int = Field(64, ge=4, description="accepted values in the baseline")
     warmup_steps: int = Field(8, ge=2, description="accepted values before the first verdict")
     prior: float = Field(0.1, ge=0, description="nats; a deviation below this counts as this until 50 are accepted")
     k: float = Field(6.0, gt=0, description="robust standard deviations")
-    k_at_once: float = Field(8.0, gt=0, description="robust standard deviations that need no persistence")
+    k_at_once: float = Field(7.4, gt=0, description="robust standard deviations that need no persistence")
     persistence: int = Field(2, ge=1, description="suspicious steps in a row before a verdict")
     sigma_floor: float = Field(0.005, gt=0, description="nats; a deviation below this counts as this")
 
@@ -273,7 +284,7 @@ class OddInput(Switch):
 
 
 class Detect(Section):
-    """Detectors, one section each; a section's name is its detector's name. `early` and `reset` are no detectors."""
+    """Detectors, one section each; a section's name is its detector's name. `early` is no detector."""
 
     early: Early = Early()
     reset: tuple[str, ...] = Field(
@@ -320,22 +331,13 @@ class Detect(Section):
     odd_input: OddInput = OddInput()
     throughput: Growth = Growth(window=100, warmup_steps=20, persistence=10, watch=1.5, small=3.0, after_step=20)
 
-    @field_validator("reset", mode="before")
-    @classmethod
-    def _known(cls, given: Any) -> Any:
-        names = given.split(",") if isinstance(given, str) else given
-        for name in names if isinstance(names, list | tuple) else ():
-            if name not in detector_names():
-                raise ValueError(f"no such detector: {str(name)[:40]}; known: {', '.join(detector_names())}")
-        return names
-
 
 LEVEL_CHANGE = "level_change"  # what a norm detector calls a level that stays, instead of one spike after the other
 
 
 def detector_names() -> tuple[str, ...]:
     """Every detector's name, in the order of the tree."""
-    return tuple(name for name in Detect.model_fields if name not in ("early", "reset"))
+    return tuple(name for name in Detect.model_fields if name != "early")
 
 
 def verdict_names() -> tuple[str, ...]:

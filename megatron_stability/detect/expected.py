@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 from megatron_stability.detect import config as c
-from megatron_stability.records import StepRecord, Tier, Verdict
+from megatron_stability.records import LEVEL, Decision, StepRecord, Tier, Verdict
 
 EXPECTED = "expect"
 STARTS_ANEW = 1.0  # a verdict's value: baselines of loss and norm start anew with this step; 0: they stay
 LEVELS = ("loss_", "grad_norm_")  # how the names of detectors begin whose baselines do
+OWN = "grad_norm_spike"  # which learns a level by itself, from the norms that it withheld
 JUMP = 2.0  # x by which a learning rate changes from one step to the next only where a phase begins
 WARM_UP = 10  # first steps, in which a warm-up from zero doubles
 
@@ -18,7 +19,8 @@ class ExpectedChange:
     """WATCH at the step where a change is announced (`steps`), or where the batch size or the learning rate jumps.
 
     The verdict opens the policy's grace, `threshold` steps long. At an announced change the baselines of loss and
-    gradient norm start anew, since their level is expected to move; at one that the record shows they stay.
+    gradient norm start anew, since their level is expected to move; at one that the record shows they stay. The first
+    step of a process whose settings name baselines to `reset` says so.
     """
 
     name = EXPECTED
@@ -28,12 +30,18 @@ class ExpectedChange:
         del early  # a change is meant at any time
         self.config = config
         self.announced = dict(config.announced)
+        self._begun = not config.reset  # of this process, not of the run: no state
         self.reset()
 
     def inspect(self, record: StepRecord) -> Verdict | None:
         """See the class."""
         if record.step in self.announced:
             reason, value = f"announced change of {self.announced[record.step]}", STARTS_ANEW
+        elif not self._begun:
+            reason, value = (
+                f"the saved baselines of {', '.join(self.config.reset)} are left, as detect.expect.reset says",
+                0.0,
+            )
         elif (shown := self._shown(record)) is not None:
             reason, value = shown, 0.0
         else:
@@ -56,6 +64,7 @@ class ExpectedChange:
 
     def learn(self, record: StepRecord, applied: bool) -> None:
         """Batch size and learning rate of the step, whatever became of it."""
+        self._begun = True
         self.samples = record.samples
         self.learning_rate = record.learning_rate if 0 <= record.learning_rate < 1e30 else 0.0
 
@@ -70,3 +79,17 @@ class ExpectedChange:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """See `Detector.load_state_dict`."""
         self.samples, self.learning_rate = int(state["samples"]), float(state["learning_rate"])
+
+
+def starts_anew(name: str, decision: Decision) -> bool:
+    """Whether a detector's baseline begins with this step: the change was announced, or the policy took it as a level.
+
+    Args:
+        name: the detector's.
+        decision: the step's; so that its line in the ledger says why.
+    """
+    if not name.startswith(LEVELS):
+        return False
+    if any(verdict.detector == EXPECTED and verdict.value == STARTS_ANEW for verdict in decision.verdicts):
+        return True
+    return name != OWN and bool(decision.parameters.get(LEVEL)) and decision.updates_weights

@@ -13,7 +13,7 @@ MAD_TO_SIGMA = 1.4826  # of Gaussian noise
 
 
 class LocalFit:
-    """The median of the last `NEAR` values; where they fall below the `NEAR` before, it goes on falling at that pace.
+    """The median of the last `NEAR` values; where that is below most of the `NEAR` before, it goes on falling so fast.
 
     So a value of early training is judged by the scatter there, and not by the fall. A rise is never carried on.
     """
@@ -33,7 +33,7 @@ class LocalFit:
             half = min(NEAR, (len(values) + 1) // 2)
             new, old = sorted(values[-half:]), sorted(values[:-half][-half:])
             level = new[half // 2]
-            fall = min(level - old[len(old) // 2], 0.0) / half if old else 0.0
+            fall = (level - old[len(old) // 2]) / half if old and level < old[len(old) // 5] else 0.0
             self._level = level + fall * (half + 1) / 2
         return self._level
 

@@ -102,6 +102,7 @@ class Runtime:
             policy=TablePolicy(config.decide, config.mode),
             sinks=self.sinks,
             episodes=Episodes(detectors, config.decide.quiet_steps),
+            afresh=config.detect.expect.reset,
         )
 
     @property
