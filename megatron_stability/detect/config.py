@@ -102,11 +102,12 @@ class LossSpike(Windowed):
 class LossMad(Windowed):
     """Loss above a robust local fit by k * 1.4826 * MAD of what the fit left over before."""
 
-    window: int = Field(64, ge=4, description="accepted values in the baseline")
     warmup_steps: int = Field(8, ge=2, description="accepted values before the first verdict")
     prior: float = Field(0.1, ge=0, description="nats; a deviation below this counts as this until 50 are accepted")
     k: float = Field(6.0, gt=0, description="robust standard deviations")
-    k_at_once: float = Field(7.4, gt=0, description="robust standard deviations that need no persistence")
+    watch: float = Field(0.5, gt=0, description="nats from which K_WATCH sigma need no persistence")
+    k_watch: float = Field(7.0, gt=0, description="robust standard deviations of a rise by WATCH nats")
+    k_at_once: float = Field(14.0, gt=0, description="robust standard deviations that need no persistence")
     persistence: int = Field(2, ge=1, description="suspicious steps in a row before a verdict")
     sigma_floor: float = Field(0.005, gt=0, description="nats; a deviation below this counts as this")
 
@@ -133,7 +134,6 @@ class LossDivergence(Windowed):
 
     window: int = Field(100, ge=4, description="accepted values in the baseline")
     warmup_steps: int = Field(20, ge=2, description="accepted values before the first verdict")
-    prior: float = Field(0.1, ge=0, description="nats; a deviation below this counts as this until 50 are accepted")
     nats: float = Field(0.5, gt=0, description="nats above the baseline")
     steps: int = Field(20, ge=2, description="steps in a row above NATS")
     amplified_nats: float = Field(1.0, gt=0, description="nats above the baseline, with a norm above AMPLIFIED")
@@ -287,9 +287,6 @@ class Detect(Section):
     """Detectors, one section each; a section's name is its detector's name. `early` is no detector."""
 
     early: Early = Early()
-    reset: tuple[str, ...] = Field(
-        (), description="detectors whose saved baselines a start does not take over, by name"
-    )
     non_finite: Switch = Switch()
     rank_agreement: Switch = Switch()
     expect: Expect = Expect()

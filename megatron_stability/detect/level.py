@@ -7,12 +7,11 @@ from typing import Any
 
 from megatron_stability.detect import config as c
 from megatron_stability.detect.base import PLAUSIBLE, BaselineDetector, Finding
-from megatron_stability.detect.fit import LocalFit
+from megatron_stability.detect.fit import MAD_TO_SIGMA
 from megatron_stability.detect.window import Window
 from megatron_stability.records import StepRecord, Tier
 
 SIGMAS = 4.0  # standard deviations that a rise has at least, whatever its nats
-SIGMA_FLOOR = 0.005  # nats
 BLOCK, BLOCKS = 10, 10  # accepted losses in a median, and medians of which the lowest is the level
 HALF = 5  # losses of each of the two medians whose difference says whether a loss comes back
 BACK = 0.03  # share of the rise by which the newer median is lower where it does
@@ -25,7 +24,7 @@ class LossDivergence(BaselineDetector):
     The level is the lowest of the last medians of `BLOCK` accepted losses, which a slow rise can't drag along. It takes
     a row of `steps` losses more than `nats` above it; or of `amplified_steps`, the last more than `amplified_nats`
     above, if within the row the gradient norm was above `amplified` times its own mean. Either way by at least SIGMAS
-    standard deviations (of what `LocalFit` leaves over), and not while it falls: the median of the last HALF losses
+    standard deviations (by the scatter within the blocks), and not while it falls: the median of the last HALF losses
     must for LOOKS steps in a row have been no more than BACK of the rise below that of the HALF before. Most spikes
     heal. A withheld step counts as any other, for its loss was measured before.
     """
@@ -35,9 +34,10 @@ class LossDivergence(BaselineDetector):
     def __init__(self, config: c.LossDivergence, early: c.Early) -> None:
         super().__init__(early, relearn_after=config.relearn_after, persistence=config.persistence)
         self.config = config
-        self.fit, self.norms = LocalFit(config.window), Window(config.window)
+        self.norms = Window(config.window)
         self.part: list[float] = []
         self.medians: deque[float] = deque(maxlen=BLOCKS)
+        self.scatter: deque[float] = deque(maxlen=BLOCKS)  # of each block: median distance from its median
         self.row: deque[float] = deque(maxlen=2 * HALF)  # the last losses of the row
         self.held = 0  # looks in a row at which the loss did not come back
         self.amplified = False
@@ -51,7 +51,7 @@ class LossDivergence(BaselineDetector):
         config = self.config
         if self.warms_up_for() or value <= (level := min(self.medians)) + config.nats:
             return None
-        sigma = self.fit.sigma(SIGMA_FLOOR, config.prior)
+        sigma = MAD_TO_SIGMA * sorted(self.scatter)[len(self.scatter) // 2]
         limit, rise = max(config.nats, SIGMAS * sigma) * self.early.looseness(record.step), value - level
         if rise <= limit:
             return None
@@ -88,10 +88,11 @@ class LossDivergence(BaselineDetector):
 
     def accept(self, value: float, record: StepRecord) -> None:
         """Loss and norm into the baseline; the row is over."""
-        self.fit.push(value)
         self.part.append(value)
         if len(self.part) == BLOCK:
-            self.medians.append(sorted(self.part)[BLOCK // 2])
+            median = sorted(self.part)[BLOCK // 2]
+            self.medians.append(median)
+            self.scatter.append(sorted(abs(value - median) for value in self.part)[BLOCK // 2])
             self.part = []
         if 0 <= record.grad_norm <= PLAUSIBLE and not self._amplifies(record):
             self.norms.push(record.grad_norm)
@@ -104,28 +105,22 @@ class LossDivergence(BaselineDetector):
 
     def clear(self) -> None:
         """Empty baseline and row."""
-        self.fit.clear()
         self.norms.clear()
         self.medians.clear()
+        self.scatter.clear()
         self.part = []
         self._over()
 
     def baseline(self) -> dict[str, Any]:
-        """Fit, norms, medians and row."""
-        lists = {"part": list(self.part), "medians": list(self.medians), "row": list(self.row)}
-        return {
-            "fit": self.fit.state_dict(),
-            "norms": self.norms.state_dict(),
-            **lists,
-            "held": self.held,
-            "amplified": self.amplified,
-        }
+        """Norms, blocks and row."""
+        lists = {name: list(getattr(self, name)) for name in ("part", "medians", "scatter", "row")}
+        return {"norms": self.norms.state_dict(), **lists, "held": self.held, "amplified": self.amplified}
 
     def load_baseline(self, state: dict[str, Any]) -> None:
         """The inverse."""
-        self.fit.load_state_dict(state["fit"])
         self.norms.load_state_dict(state["norms"])
         self.part = [float(value) for value in state["part"]]
         self.medians.extend(float(value) for value in state["medians"])
+        self.scatter.extend(float(value) for value in state["scatter"])
         self.row.extend(float(value) for value in state["row"])
         self.held, self.amplified = int(state["held"]), bool(state["amplified"])
