@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import math
+import re
+from pathlib import Path
 
 import pytest
 
-from megatron_stability import config
+from megatron_stability import config, yaml_text
 from megatron_stability.decide.config import Decide
 from megatron_stability.decide.episodes import Episodes
 from megatron_stability.decide.policy import TablePolicy
@@ -214,3 +216,20 @@ def test_growth_by_the_same_share_every_step_is_no_spike_in_early_training() -> 
         early = build(c.Detect())
         spike = next(detector for detector in early if detector.name == "grad_norm_spike")
         assert [v for v in feed(spike, records) if v and v.tier is Tier.LARGE] == []
+
+
+ROOT = Path(__file__).parents[3]
+RECORDED = json.loads((ROOT / "benchmarks" / "data" / "recorded.json").read_text())["curves"]
+
+
+@pytest.mark.parametrize("table", ["docs/rewind.md", "field"])
+@pytest.mark.parametrize("number", range(len(RECORDED)))
+def test_no_fault_of_a_recorded_run_is_rewound_for_all_heal(number: int, table: str) -> None:
+    text = re.search(r"```yaml\n(decide:\n.*?)```", (ROOT / "docs" / "rewind.md").read_text(), re.DOTALL)
+    settings = yaml_text.parse(text[1])["decide"] if text and table != "field" else {"preset": "field"}
+    detectors = build(c.Detect())
+    policy = TablePolicy(Decide.model_validate(settings), "act")
+    one: Pipeline[StepRecord] = Pipeline(lambda record: record, detectors, policy, (), Episodes(detectors, 50))
+    losses, norms = RECORDED[number]["loss"], RECORDED[number]["grad_norm"]
+    records = [step(i, loss=loss, grad_norm=norm) for i, (loss, norm) in enumerate(zip(losses, norms, strict=True), 1)]
+    assert {action for _, action in taken(run(one, records))} <= {Action.SKIP, Action.SCALE_LR}
