@@ -141,7 +141,8 @@ def refuse_what_cannot_be_rewound(config: tree.StabilityConfig, args: Namespace)
     if args.save is None or not config.checkpoint.manifest:
         raise UsageError(
             f"--stability-decide-rules (of preset {config.decide.preset}, or given) asks for a rewind, which needs "
-            "checkpoints that were proven: give --save and --save-interval, and leave --stability-checkpoint-manifest true"
+            "checkpoints that were proven: give --save and --save-interval, and leave --stability-checkpoint-manifest "
+            "true"
         )
     if config.decide.rewind == "restart":
         return

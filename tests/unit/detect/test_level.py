@@ -171,6 +171,13 @@ def test_a_level_in_the_first_steps_is_not_learned_as_normal() -> None:
     assert mad(falls, c.Early())[0] == 21
 
 
+def test_a_few_quiet_losses_are_no_measure_of_the_noise() -> None:
+    quiet = [step(i, loss=2.0 + gauss(i, 0.001)) for i in range(1, 100)]
+    bump = [0.3, 0.3, 0.3]
+    assert mad(quiet[:12] + [step(13 + i, loss=2.0 + rise) for i, rise in enumerate(bump)]) == []
+    assert mad(quiet + [step(100 + i, loss=2.0 + rise) for i, rise in enumerate(bump)])[0] == 100
+
+
 def test_a_state_of_the_former_window_is_taken_over() -> None:
     detector = LossMad(c.LossMad(), LATE)
     detector.load_state_dict({"run": 0, "window": {"values": [record.loss for record in curve(1, 100)]}})
