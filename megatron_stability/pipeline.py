@@ -109,9 +109,10 @@ class Pipeline[Local]:
     def finish(self, record: StepRecord, decision: Decision) -> None:
         """Learn and record, once the optimizer step has run or was withheld. No collective."""
         applied = decision.updates_weights
-        for detector in self._asked:
-            if starts_anew(detector.name, decision):
-                detector.reset()
+        if decision.verdicts:
+            for detector in self._asked:
+                if starts_anew(detector.name, decision):
+                    detector.reset()
         for learn in self._learn:
             learn(record, applied)
         self.policy.settle(decision)

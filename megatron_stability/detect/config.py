@@ -129,15 +129,14 @@ class LossDelta(Windowed):
     relearn_after: int = Field(1000, ge=2, description="consecutive finite flags after which the baseline starts anew")
 
 
-class LossDivergence(Windowed):
+class LossDivergence(Switch):
     """Loss that has left its level and does not come back: what a rewind waits for."""
 
-    window: int = Field(100, ge=4, description="accepted values in the baseline")
     warmup_steps: int = Field(20, ge=2, description="accepted values before the first verdict")
     nats: float = Field(0.5, gt=0, description="nats above the baseline")
     steps: int = Field(20, ge=2, description="steps in a row above NATS")
     amplified_nats: float = Field(1.0, gt=0, description="nats above the baseline, with a norm above AMPLIFIED")
-    amplified: float = Field(5.0, gt=1, description="x the norm's running mean, within the row")
+    amplified: float = Field(5.0, gt=1, description="x the norm's usual value, within the row")
     amplified_steps: int = Field(10, ge=2, description="steps in a row, the last above AMPLIFIED_NATS")
     relearn_after: int = Field(150, ge=2, description="consecutive finite flags after which the baseline starts anew")
 

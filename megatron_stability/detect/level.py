@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from typing import Any
 
 from megatron_stability.detect import config as c
 from megatron_stability.detect.base import PLAUSIBLE, BaselineDetector, Finding
 from megatron_stability.detect.fit import MAD_TO_SIGMA
-from megatron_stability.detect.window import Window
 from megatron_stability.records import StepRecord, Tier
 
 SIGMAS = 4.0  # standard deviations that a rise has at least, whatever its nats
@@ -23,7 +23,7 @@ class LossDivergence(BaselineDetector):
 
     The level is the lowest of the last medians of `BLOCK` accepted losses, which a slow rise can't drag along. It takes
     a row of `steps` losses more than `nats` above it; or of `amplified_steps`, the last more than `amplified_nats`
-    above, if within the row the gradient norm was above `amplified` times its own mean. Either way by at least SIGMAS
+    above, if within the row the gradient norm was above `amplified` times its own median. Either way by at least SIGMAS
     standard deviations (by the scatter within the blocks), and not while it falls: the median of the last HALF losses
     must for LOOKS steps in a row have been no more than BACK of the rise below that of the HALF before. Most spikes
     heal. A withheld step counts as any other, for its loss was measured before.
@@ -32,10 +32,12 @@ class LossDivergence(BaselineDetector):
     name = "loss_divergence"
 
     def __init__(self, config: c.LossDivergence, early: c.Early) -> None:
-        super().__init__(early, relearn_after=config.relearn_after, persistence=config.persistence)
+        super().__init__(early, relearn_after=config.relearn_after)
         self.config = config
-        self.norms = Window(config.window)
+        self.level, self.usual = math.inf, math.inf  # of loss and norm; follow from the blocks: no state
         self.part: list[float] = []
+        self.norm_part: list[float] = []
+        self.norms: deque[float] = deque(maxlen=BLOCKS)  # medians of blocks
         self.medians: deque[float] = deque(maxlen=BLOCKS)
         self.scatter: deque[float] = deque(maxlen=BLOCKS)  # of each block: median distance from its median
         self.row: deque[float] = deque(maxlen=2 * HALF)  # the last losses of the row
@@ -48,8 +50,8 @@ class LossDivergence(BaselineDetector):
 
     def judge(self, value: float, record: StepRecord) -> Finding | None:
         """See the class."""
-        config = self.config
-        if self.warms_up_for() or value <= (level := min(self.medians)) + config.nats:
+        config, level = self.config, self.level
+        if value <= level + config.nats or self.warms_up_for():
             return None
         sigma = MAD_TO_SIGMA * sorted(self.scatter)[len(self.scatter) // 2]
         limit, rise = max(config.nats, SIGMAS * sigma) * self.early.looseness(record.step), value - level
@@ -68,8 +70,7 @@ class LossDivergence(BaselineDetector):
         return max(max(self.config.warmup_steps, BLOCK) - BLOCK * len(self.medians) - len(self.part), 0)
 
     def _amplifies(self, record: StepRecord) -> bool:
-        mean = self.norms.mean
-        return len(self.norms) >= self.config.warmup_steps and record.grad_norm > self.config.amplified * mean > 0
+        return record.grad_norm > self.config.amplified * self.usual > 0
 
     def _held(self, value: float) -> int:
         """`held` with this loss."""
@@ -77,7 +78,7 @@ class LossDivergence(BaselineDetector):
         if len(last) < 2 * HALF:
             return 0
         before, now = sorted(last[:HALF])[HALF // 2], sorted(last[HALF:])[HALF // 2]
-        return 0 if before - now > BACK * (before - min(self.medians, default=before)) else self.held + 1
+        return 0 if before - now > BACK * (before - self.level) else self.held + 1
 
     def suspect(self, value: float, record: StepRecord) -> None:
         """The row goes on."""
@@ -94,10 +95,21 @@ class LossDivergence(BaselineDetector):
             self.medians.append(median)
             self.scatter.append(sorted(abs(value - median) for value in self.part)[BLOCK // 2])
             self.part = []
-        if 0 <= record.grad_norm <= PLAUSIBLE and not self._amplifies(record):
-            self.norms.push(record.grad_norm)
+            self._measure()
+        norm = record.grad_norm
+        if norm <= self.config.amplified * self.usual and norm <= PLAUSIBLE:
+            self.norm_part.append(norm)
+            if len(self.norm_part) == BLOCK:
+                self.norms.append(sorted(self.norm_part)[BLOCK // 2])
+                self.norm_part = []
+                self._measure()
         if self.row:
             self._over()
+
+    def _measure(self) -> None:
+        """Level and usual norm, by the blocks."""
+        self.level = min(self.medians, default=math.inf)
+        self.usual = sorted(self.norms)[len(self.norms) // 2] if self.norms else math.inf
 
     def _over(self) -> None:
         self.row.clear()
@@ -105,22 +117,26 @@ class LossDivergence(BaselineDetector):
 
     def clear(self) -> None:
         """Empty baseline and row."""
-        self.norms.clear()
-        self.medians.clear()
-        self.scatter.clear()
-        self.part = []
+        for blocks in (self.norms, self.medians, self.scatter):
+            blocks.clear()
+        self.part, self.norm_part = [], []
+        self._measure()
         self._over()
 
     def baseline(self) -> dict[str, Any]:
         """Norms, blocks and row."""
-        lists = {name: list(getattr(self, name)) for name in ("part", "medians", "scatter", "row")}
-        return {"norms": self.norms.state_dict(), **lists, "held": self.held, "amplified": self.amplified}
+        lists = {
+            name: list(getattr(self, name)) for name in ("part", "medians", "scatter", "norm_part", "norms", "row")
+        }
+        return {**lists, "held": self.held, "amplified": self.amplified}
 
     def load_baseline(self, state: dict[str, Any]) -> None:
         """The inverse."""
-        self.norms.load_state_dict(state["norms"])
         self.part = [float(value) for value in state["part"]]
+        self.norm_part = [float(value) for value in state["norm_part"]]
+        self.norms.extend(float(value) for value in state["norms"])
         self.medians.extend(float(value) for value in state["medians"])
         self.scatter.extend(float(value) for value in state["scatter"])
         self.row.extend(float(value) for value in state["row"])
         self.held, self.amplified = int(state["held"]), bool(state["amplified"])
+        self._measure()

@@ -227,7 +227,7 @@ SMALL = c.Detect(
     loss_spike=c.LossSpike(window=5, warmup_steps=2, relearn_after=4),
     loss_mad=c.LossMad(window=5, warmup_steps=2, relearn_after=4),
     loss_delta=c.LossDelta(window=5, warmup_steps=2, lag=3, smooth=3, watch_steps=2, relearn_after=6),
-    loss_divergence=c.LossDivergence(window=5, warmup_steps=2, steps=4, relearn_after=12),
+    loss_divergence=c.LossDivergence(warmup_steps=2, steps=4, relearn_after=12),
     loss_ratio=c.LossRatio(window=5, warmup_steps=2, relearn_after=4),
     loss_spike_score=c.SpikeScore(window=6, warmup_steps=2, alert=0.1, relearn_after=4),
     loss_drift=c.Trend(block=2, blocks=10, rise=0.1),
