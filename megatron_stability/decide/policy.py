@@ -111,9 +111,8 @@ class TablePolicy:
         """The first of the matching rules with the highest precedence, and the verdict that it matched."""
         best: tuple[Rule | None, Verdict | None] = (None, None)
         shown = next((verdict for verdict in verdicts if verdict.detector == EXPECTED), None)
-        spared = (
-            (*SCALES, Action.REWIND) if shown is not None or self._grace[0] <= record.step <= self._grace[1] else ()
-        )
+        graced = shown is not None or self._grace[0] <= record.step <= self._grace[1]
+        spared: tuple[Action, ...] = (*SCALES, Action.REWIND) if graced else ()
         if shown is not None and shown.value == STARTS_ANEW:
             spared = *spared, Action.SKIP  # the norm of this very step is judged by a level that is over
         raised = int(self.on_probation)
