@@ -325,6 +325,8 @@ def main() -> None:
     parser.add_argument("--only", default="", help="corners whose name holds this")
     parser.add_argument("--out", type=Path, help="write the table here, as JSON")
     args = parser.parse_args()
+    head = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True)
+    commit = head.stdout.strip()  # of the code that is measured, whatever is committed meanwhile
     table: dict[str, Any] = {}
     print(f"{'':50}{'':8}{'skips':>6}{'rewinds':>8}{'halts':>6}{'stuck':>6}{'told':>5}{'lower %':>8}  acted")
     for name in CORNERS:
@@ -334,8 +336,7 @@ def main() -> None:
             cells = f"{found['skips']:6}{found['rewinds']:8}{found['halts']:6}{found['stuck']:6}{found['told']:5}"
             print(f"{name:50}{preset:8}{cells}{found['lowered %']:8}  {acted}", flush=True)
     if args.out:
-        commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True)
-        text = json.dumps({"commit": commit.stdout.strip(), "seed": args.seed, "corners": table}, indent=1)
+        text = json.dumps({"commit": commit, "seed": args.seed, "corners": table}, indent=1)
         args.out.write_text(text + "\n", encoding="utf-8")
 
 
