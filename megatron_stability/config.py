@@ -60,6 +60,9 @@ class Checkpoint(Section):
     threads: int = Field(4, ge=1, description="files that a rank hashes at once; memory: 4 MiB each")
     strict: bool = Field(False, description="a corrupt checkpoint stops the run; else the next older good one is used")
     allow_fresh_start: bool = Field(False, description="train from the start where --load holds no checkpoint")
+    new_lineage: bool = Field(
+        False, description="a start from the beginning may save beside a run's checkpoints, which become suspect"
+    )
     allow_unverified: bool = Field(False, description="load a checkpoint that was saved without a manifest")
     allow_partial_load: bool = Field(False, description="let Megatron repeat a failed strict load with strict=False")
     allow_changes: tuple[str, ...] = Field(

@@ -19,3 +19,9 @@ class UsageError(Exception):
     def __init__(self, sentence: str) -> None:
         """Takes the sentence."""
         super().__init__(said(sentence))
+
+
+class HaltedError(UsageError):
+    """A start that would only repeat a halt; exit code 18."""
+
+    exit_code = EXIT_HALTED

@@ -21,7 +21,7 @@ SIGNALS: Mapping[str, str] = MappingProxyType(
         "grad_norm/layer_max/at": "its 1-based number",
         "grad_norm/layer_median": "median of the decoder layers' L2 gradient norms, over all stages",
         "param_norm": "L2 norm of all trainable parameters",
-        "embedding_norm": "L2 norm of the word embedding",
+        "embedding_norm": "L2 norm of the word embedding's rows that are tokens",
         "attention/max_logit": "largest attention logit before softcap and mask, over layers, heads and ranks",
         "attention/min_entropy": "least mean attention entropy of a head, over layers and ranks; nats",
         "attention/nonfinite_heads": "heads whose largest logit was NaN or Inf, over all stages",

@@ -1,7 +1,7 @@
 """The checkpoints under one `--save` folder: which are good, which one to resume from, which may go.
 
 Megatron names them `iter_0000100` and points at one with `latest_checkpointed_iteration.txt`. The pointer is a hint:
-what can be loaded is what `manifest.verify` says of the folder.
+what can be loaded is what `manifest.verify` says of the folder, and what comes next is `lineage`'s to say.
 """
 
 from __future__ import annotations
@@ -9,21 +9,25 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Collection
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
 from megatron_stability import files
+from megatron_stability.checkpoints import asides, history
 from megatron_stability.checkpoints import manifest as manifests
+from megatron_stability.checkpoints.asides import ASIDE
+from megatron_stability.checkpoints.lineage import Lineage, Place, Save
 from megatron_stability.checkpoints.manifest import SUSPECT, THREADS, Manifest, OnBytes, Problem
 from megatron_stability.echo import said
 from megatron_stability.errors import UsageError
 from megatron_stability.ledger.entries import strict
 
 TRACKER = "latest_checkpointed_iteration.txt"
-_FOLDER = re.compile(r"iter_([0-9]{7}|[1-9][0-9]{7,})(\.suspect-[0-9]+)?")  # other zeros Megatron would not find
-_DELETED = ".stability-deleted-"
+TRACKERS = (TRACKER, "latest_train_state.pt")  # Megatron's, and Bridge's own
+_FOLDER = re.compile(r"iter_([0-9]{7}|[1-9][0-9]{7,})(\.suspect-[0-9]+|\.aside)?")
 
 State = Literal["complete", "incomplete", "suspect", "corrupt"]
 
@@ -33,7 +37,7 @@ class Generation:
     """One checkpoint folder.
 
     complete: marker, manifest and sizes fit (and checksums, where `verified`). incomplete: no marker. suspect: whole,
-    but marked as made by a run that had gone wrong. corrupt: a file speaks against it.
+    but marked as made by a run that had gone wrong, or left behind (`lineage`). corrupt: a file speaks against it.
     """
 
     folder: Path
@@ -48,9 +52,83 @@ class Generation:
         why = f": {self.problems[0]}" if self.problems else f": {self.reason}" if self.reason else ""
         return f"{self.folder.name} is {self.state}{why}"
 
+    @property
+    def place(self) -> Place | None:
+        """Where it stands in the folder's history; None where its manifest can't be believed."""
+        return None if self.manifest is None else Place(self.manifest.counter, self.manifest.step)
+
+
+class Survey:
+    """Every checkpoint folder under a root, with the history that says which of them survive.
+
+    Attributes:
+        found: newest first, by lineage.
+        lineage: of those whose manifest can be believed.
+    """
+
+    def __init__(self, root: Path, *, full: bool = False, threads: int = THREADS, on_bytes: OnBytes | None = None):
+        """Looks at each folder; arguments as `generation`."""
+        looked = [_look(folder, full=full, threads=threads, on_bytes=on_bytes) for folder in _folders(root)]
+        whole = {each.folder for each in looked if each.state == "complete"}
+        self._here = {
+            each.place: each
+            for each in looked
+            if each.place is not None
+            and (each.folder.name == folder_of(root, each.step).name or _is_needed(each.folder, whole))
+        }
+        saves = [_save(each, self._here.get(each.place) is each) for each in looked if each.place is not None]
+        self.lineage = Lineage(sorted(saves, key=lambda save: save.here), history.read(root))
+        found = [self._judged(each) for each in looked]
+        self.found = sorted(found, key=partial(_order, found), reverse=True)
+
+    def _judged(self, each: Generation) -> Generation:
+        if each.state != "complete" or each.place is None:
+            return each
+        here = self._here.get(each.place)
+        if here is None or here.folder != each.folder:
+            return replace(each, state="suspect", reason="its step was saved again")
+        objection = self.lineage.objection(each.place)
+        return each if objection is None else replace(each, state="suspect", reason=objection)
+
+    def at(self, place: Place) -> Generation:
+        """The generation at a place that `lineage` named."""
+        return self._here[place]
+
+    @property
+    def candidates(self) -> list[Generation]:
+        """Generations that may be resumed from, newest first, as far as marker, manifest and sizes say."""
+        return [self._here[place] for place in self.lineage.candidates]
+
+
+def _is_needed(folder: Path, whole: Collection[Path]) -> bool:
+    """Whether it was set aside for a save that did not come to its end."""
+    return folder.suffix == ASIDE and folder.with_suffix("") not in whole
+
+
+def _save(each: Generation, here: bool) -> Save:
+    manifest = each.manifest
+    assert manifest is not None
+    assert each.place is not None
+    return Save(
+        place=each.place,
+        parent=manifest.parent,
+        applied=manifest.step if manifest.applied is None else manifest.applied,
+        withheld=manifest.withheld,
+        here=here,
+        sound=each.state == "complete",
+    )
+
+
+def _order(found: list[Generation], each: Generation) -> tuple[int, int, str]:
+    """By lineage; what has no place in it stands by its step."""
+    if each.place is not None:
+        return (*each.place, each.folder.name)
+    older = [other.place.counter for other in found if other.place is not None and other.step <= each.step]
+    return max(older, default=0), each.step, each.folder.name
+
 
 def is_folder_name(name: str) -> bool:
-    """Whether a folder of this name is one checkpoint, of Megatron's or set aside by `set_aside`."""
+    """Whether a folder of this name is one checkpoint, of Megatron's or set aside."""
     return _FOLDER.fullmatch(name) is not None
 
 
@@ -62,7 +140,7 @@ def folder_of(root: Path, step: int) -> Path:
 def generation(
     folder: Path, *, full: bool = False, threads: int = THREADS, on_bytes: OnBytes | None = None
 ) -> Generation:
-    """The state of one folder.
+    """The state of one folder, in the light of those beside it.
 
     Args:
         folder: named as Megatron names it.
@@ -74,8 +152,14 @@ def generation(
         What it is, with every problem.
 
     Raises:
-        UsageError: the name is not a checkpoint folder's.
+        UsageError: the name is not a checkpoint folder's, or the history beside it can't be read.
     """
+    found = _look(folder, full=full, threads=threads, on_bytes=on_bytes)
+    return Survey(folder.parent)._judged(found)
+
+
+def _look(folder: Path, *, full: bool, threads: int, on_bytes: OnBytes | None) -> Generation:
+    """What the folder itself says."""
     match = _FOLDER.fullmatch(folder.name)
     if match is None:
         raise UsageError(
@@ -98,8 +182,8 @@ def generation(
         return replace(found, state="corrupt")
     if manifest is not None and manifest.step != found.step:
         other = Problem("schema", manifests.MANIFEST, f"is of step {manifest.step}: the folder was renamed or swapped")
-        return replace(found, state="corrupt", problems=(other,))
-    if (folder / SUSPECT).exists() or match[2]:
+        return replace(found, state="corrupt", problems=(other,), manifest=None)
+    if (folder / SUSPECT).exists() or (match[2] or ASIDE) != ASIDE:
         return replace(found, state="suspect", reason=_reason(folder))
     return found
 
@@ -108,7 +192,7 @@ def generations(
     root: Path, *, full: bool = False, threads: int = THREADS, on_bytes: OnBytes | None = None
 ) -> list[Generation]:
     """Every checkpoint folder under `root`, newest first; arguments as `generation`."""
-    return [generation(folder, full=full, threads=threads, on_bytes=on_bytes) for folder in _folders(root)]
+    return Survey(root, full=full, threads=threads, on_bytes=on_bytes).found
 
 
 def _folders(root: Path) -> list[Path]:
@@ -118,15 +202,15 @@ def _folders(root: Path) -> list[Path]:
     return sorted(found, key=lambda path: (int(path.name[5:].partition(".")[0]), path.name), reverse=True)
 
 
-def candidates(root: Path) -> Iterator[Generation]:
+def candidates(root: Path) -> list[Generation]:
     """Generations that may be resumed from, newest first, as far as marker, manifest and sizes say."""
-    return (each for each in generations(root) if each.state == "complete")
+    return Survey(root).candidates
 
 
 def newest_good(root: Path, *, threads: int = THREADS, on_bytes: OnBytes | None = None) -> Generation | None:
-    """The newest complete, non-suspect generation whose every byte was verified; None where there is none."""
+    """The newest candidate whose every byte was verified; None where there is none."""
     for each in candidates(root):
-        verified = generation(each.folder, full=True, threads=threads, on_bytes=on_bytes)
+        verified = _look(each.folder, full=True, threads=threads, on_bytes=on_bytes)
         if verified.state == "complete":
             return verified
     return None
@@ -151,18 +235,6 @@ def _reason(folder: Path) -> str:
     except (OSError, ValueError, KeyError, TypeError):
         reason = None
     return said(reason) if isinstance(reason, str) else "marked so, without a reason that can be read"
-
-
-def set_aside(folder: Path) -> Path | None:
-    """Before a folder is written anew: what is there and suspect moves to `NAME.suspect-N`, so that it is kept."""
-    if not (folder / SUSPECT).exists():
-        return None
-    number = 1
-    while (aside := folder.with_name(f"{folder.name}.suspect-{number}")).exists():
-        number += 1
-    folder.rename(aside)
-    files.sync_folder(folder.parent)
-    return aside
 
 
 # --- the tracker ------------------------------------------------------------------------------------------------------
@@ -204,6 +276,9 @@ def repair_tracker(root: Path, *, threads: int = THREADS, on_bytes: OnBytes | No
     before = _tracker_text(root)
     if before != str(good.step):
         write_tracker(root, good.step)
+    known = history.read(root)
+    if known.tracker not in ("unknown", good.step):
+        history.write(root, known.model_copy(update={"tracker": good.step}))
     return before, good.step
 
 
@@ -227,8 +302,9 @@ def _why_none(root: Path) -> str:
 def retire(root: Path, keep: int) -> list[Path]:
     """Delete old generations: complete ones beyond the newest `keep`, and incomplete ones between two complete ones.
 
-    The newest good generation always stays, whatever is newer; suspect and corrupt ones stay as evidence. What is older
-    than every complete one may be whole, and saved before there were manifests; what is linked in lies elsewhere.
+    Newest is by lineage, and what is unproven does not count. The newest good generation always stays, whatever is
+    newer; suspect, left behind and corrupt ones stay as evidence. What is older than every complete one may be whole,
+    and saved before there were manifests; what is linked in lies elsewhere.
 
     Args:
         root: the folder with the generations.
@@ -239,23 +315,15 @@ def retire(root: Path, keep: int) -> list[Path]:
     """
     if keep < 1:
         raise ValueError(f"keep = {keep}: the last known-good generation always stays")
-    found = generations(root)
-    good = [each for each in found if each.state == "complete"]
+    survey = Survey(root)
+    good = survey.candidates
     if not good:
         return []
-    stale = [each for each in found if each.state == "incomplete" and good[-1].step < each.step < good[0].step]
-    gone = [each.folder for each in good[keep:] + stale if not each.folder.is_symlink()]
-    _sweep(root)
-    for folder in gone:  # a half-deleted folder is not taken for a checkpoint, and goes next time
-        folder.rename(files.temporary_name(root, _DELETED))
-    files.sync_folder(root)
-    _sweep(root)
+    stale = [each for each in survey.found if each.state == "incomplete" and good[-1].step < each.step < good[0].step]
+    old = [survey.at(place) for place in survey.lineage.retired(keep)]
+    gone = [each.folder for each in old + stale if not each.folder.is_symlink()]
+    asides.delete(gone)
     return gone
-
-
-def _sweep(root: Path) -> None:
-    for folder in root.glob(f"{_DELETED}*"):
-        files.remove(folder)
 
 
 def size_on_disk(folder: Path) -> int:

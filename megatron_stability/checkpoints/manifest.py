@@ -25,6 +25,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
 
 from megatron_stability import files
 from megatron_stability.checkpoints import dcp_metadata
+from megatron_stability.checkpoints.lineage import Place
 from megatron_stability.echo import brief, said
 from megatron_stability.errors import UsageError
 from megatron_stability.ledger.entries import strict
@@ -32,7 +33,7 @@ from megatron_stability.ledger.entries import strict
 MANIFEST, MARKER, SUSPECT = "stability_manifest.json", "stability_complete", "stability_suspect.json"
 OWN_FILES = frozenset({MANIFEST, MARKER, SUSPECT})
 RANK_STATE = "megatron_stability_rank"  # key of each rank's generators among Megatron's own (`torch_dist`)
-SCHEMA = 1
+SCHEMA = 2
 CHUNK = 1 << 22  # bytes read at once by each thread: memory stays at threads × CHUNK whatever the checkpoint's size
 THREADS = 4
 
@@ -67,7 +68,10 @@ class DataFile(BaseModel):
 
 
 class Manifest(BaseModel):
-    """What a checkpoint holds. `samples` is the global data cursor; `tokens` is samples × sequence length."""
+    """What a checkpoint holds. `samples` is the global data cursor; `tokens` is samples × sequence length.
+
+    `counter` to `withheld` are its place in the folder's history (`lineage`); schema 1 had none.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -75,6 +79,10 @@ class Manifest(BaseModel):
     step: int
     samples: int
     tokens: int
+    counter: int = 0
+    parent: Place | None = None
+    applied: int | None = None  # the last step whose update is in it
+    withheld: int = 0  # steps in a row since, whose updates were withheld
     layout: dict[str, int] = {}
     versions: dict[str, str] = {}
     hashes: dict[str, str] = {}

@@ -17,6 +17,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from megatron_stability import files
+from megatron_stability.checkpoints.lineage import Place
 from megatron_stability.errors import UsageError
 from megatron_stability.ledger.entries import Said, strict
 
@@ -36,6 +37,15 @@ class Rewound(BaseModel):
     scales: dict[str, Any]  # of learning rate and weight decay
 
 
+class Attempt(BaseModel):
+    """Starts from one checkpoint that withheld their first step and have applied none since."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    place: Place
+    starts: int
+
+
 class RunState(BaseModel):
     """The content of `state.json`."""
 
@@ -47,6 +57,7 @@ class RunState(BaseModel):
     reason: Said = ""
     exit_code: int | None = None  # of the worker, where it ends by the decision
     rewound: Rewound | None = None
+    attempt: Attempt | None = None
     pass_over: dict[str, Any] = {"windows": [], "met": []}  # `PassOver.state_dict`
 
 

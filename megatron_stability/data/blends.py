@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron_stability import files
 from megatron_stability.errors import UsageError
 
 PER_SPLIT = ("train", "valid", "test")
@@ -77,8 +77,10 @@ def _weight(word: str) -> float | None:
 
 def _per_split(flag: str, file: str) -> list[DataSet]:
     try:
-        blends = json.loads(_text(flag, file))
+        blends = files.parse_json(_text(flag, file))
         by_split = [(split, blends[split]) for split in PER_SPLIT]
+        if not all(blend is None or isinstance(blend, str | list) for _, blend in by_split):
+            raise TypeError("a blend is a list or a text")
     except (ValueError, KeyError, TypeError) as error:
         raise UsageError(f"{flag} {file}: is not a JSON object with train, valid and test ({error!r})") from None
     return [
@@ -92,6 +94,6 @@ def _text(flag: str, file: str) -> str:
     if not Path(file).is_file():
         raise UsageError(f"{flag} {file}: there is no such file")
     try:
-        return Path(file).read_text(encoding="utf-8")
+        return files.read_bytes(Path(file)).decode()
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"{flag} {file}: can't be read ({error})") from None

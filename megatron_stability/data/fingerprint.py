@@ -14,16 +14,17 @@ with 1 - (1-p)^128 = 0.72 at p = 1 %, 0.99 at 3.6 %. Times of files are no evide
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import xxhash
 
+from megatron_stability import files
 from megatron_stability.checkpoints.manifest import DataFile
 from megatron_stability.data import index as indexes
 from megatron_stability.data.blends import DataSet
@@ -129,7 +130,7 @@ def _sampled(index: Index) -> tuple[str, int]:
 
 
 def _hash(index: Index, digest: Any) -> str:
-    with index.idx.open("rb", buffering=0) as stream:
+    with files.open_regular(index.idx) as stream:
         while chunk := stream.read(_CHUNK):
             digest.update(chunk)
     return str(digest.hexdigest())
@@ -138,13 +139,14 @@ def _hash(index: Index, digest: Any) -> str:
 def _sidecar(index: Index) -> dict[str, Any]:
     """What `prepare-data` said of this data set; nothing where it is of another index."""
     try:
-        with open(f"{index.prefix}{META}", encoding="utf-8") as stream:
-            said = json.load(stream)
+        said = files.read_json(Path(f"{index.prefix}{META}"))
     except FileNotFoundError:
         return {}
+    except OSError as error:
+        raise UsageError(f"{index.prefix}{META}: can't be read ({error.strerror}); make the data set again") from None
     except ValueError as error:
         raise UsageError(f"{index.prefix}{META}: is not JSON ({error}); make the data set again") from None
-    ours = isinstance(said, dict) and isinstance(said.get("sha256"), dict)
+    ours = isinstance(said, dict) and isinstance(said.get("sha256"), dict) and isinstance(said.get(LARGEST, -1), int)
     return said if ours and said["sha256"].get(".idx") == _hash(index, hashlib.sha256()) else {}
 
 

@@ -17,6 +17,7 @@ from types import MappingProxyType
 
 import numpy as np
 
+from megatron_stability import files
 from megatron_stability.errors import UsageError
 
 MAGIC = b"MMIDIDX\x00\x00"
@@ -59,7 +60,7 @@ class Index:
         """Tokens of the sequences [first, end), from two offsets of the index."""
         if first >= end:
             return 0
-        with self.idx.open("rb", buffering=0) as stream:
+        with files.open_regular(self.idx) as stream:
             begin = _number(stream.fileno(), "<q", HEAD + self.sequences * _SIZE + first * _OFFSET)
             return (_end_of(stream.fileno(), self.sequences, end - 1, self.dtype) - begin) // self.dtype.itemsize
 
@@ -99,7 +100,7 @@ def _read(flag: str, prefix: str) -> Index:
     for file in (index, data):
         if not file.is_file():
             raise UsageError(f"{flag} {prefix}: {file} does not exist; `megatron-stability prepare-data` makes it")
-    with index.open("rb", buffering=0) as stream:
+    with files.open_regular(index) as stream:
         head = stream.read(HEAD)
         if len(head) < HEAD or head[:9] != MAGIC:
             raise UsageError(f"{flag} {prefix}: {index} is not a Megatron index; make it again")

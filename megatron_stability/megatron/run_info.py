@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from argparse import Namespace
+from collections.abc import Iterator
+from pathlib import Path
 
 import torch
 
@@ -39,3 +41,15 @@ def bundle_context(config: StabilityConfig, args: Namespace, host: Host) -> Cont
         args=plain_args(host.arguments(args)),
         patch_digest=info.versions["patches"],
     )
+
+
+def opening(config: StabilityConfig, folder: Path) -> Iterator[str]:
+    """What the log says when training begins.
+
+    Args:
+        config: the validated tree.
+        folder: of the ledger.
+    """
+    yield f"mode {config.mode}, ledger in {folder}"
+    if tree := install_digest.versions().get("megatron_tree"):
+        yield tree

@@ -30,7 +30,7 @@ from megatron_stability.errors import EXIT_HALTED, EXIT_REWIND, UsageError
 from megatron_stability.ledger.bundle import Bundles
 from megatron_stability.ledger.ledger import Ledger
 from megatron_stability.megatron import evidence
-from megatron_stability.megatron.access import losses, optimizer_state
+from megatron_stability.megatron.access import optimizer_state
 from megatron_stability.megatron.access.host import Host
 from megatron_stability.megatron.checkpoint.checkpoints import Checkpoints
 from megatron_stability.megatron.checkpoint.rewind import Rewinds
@@ -38,10 +38,11 @@ from megatron_stability.megatron.checkpoint.run_files import RunFiles
 from megatron_stability.megatron.model import init
 from megatron_stability.megatron.model.loss import HeadLoss, real_vocab_size
 from megatron_stability.megatron.observers import hooks as weight_hooks
+from megatron_stability.megatron.observers import losses
 from megatron_stability.megatron.observers.batches import skip_ahead
 from megatron_stability.megatron.observers.log_z import LogZHook
 from megatron_stability.megatron.patching import install_digest
-from megatron_stability.megatron.run_info import bundle_context, run_info
+from megatron_stability.megatron.run_info import bundle_context, opening, run_info
 from megatron_stability.megatron.writers import MegatronWriters
 from megatron_stability.observe.reduction import LocalSignals, Reduction, chained
 from megatron_stability.pipeline import Pipeline, Sink
@@ -129,10 +130,10 @@ class Runtime:
 
     def train_begins(self, model: list[Any], optimizer: Any, opt_param_scheduler: Any) -> None:
         """Collective: ranks compare what is installed, then the ledger opens at the resumed step."""
-        self.checkpoints.train_begins(model, optimizer)
+        self.checkpoints.train_begins(model, optimizer, opt_param_scheduler)
+        self.rewinds.refuse_a_loop(self.ledger_folder())
         device = torch.device("cuda", torch.cuda.current_device()) if _on_gpu() else torch.device("cpu")
-        group = dist.group.WORLD
-        self.model, self.optimizer = model, optimizer
+        group, self.model, self.optimizer = dist.group.WORLD, model, optimizer
         complaint = install_digest.missing_names() or self._make_hooks(device) or self._open_ledger()
         install_digest.compare(group, self.config, complaint)
         self.rewinds.train_begins(
@@ -152,17 +153,16 @@ class Runtime:
         curves = self.config.observe.attention.head_curves
         self._writers = MegatronWriters(self.host, self.config.record.tensorboard, curves)
         self.sinks.append(self._writers)
-        print_rank_last(said(f"> megatron-stability: mode {self.config.mode}, ledger in {self.ledger_folder()}"))
-        if tree := install_digest.versions().get("megatron_tree"):
-            print_rank_last(f"> megatron-stability: {tree}")
+        for line in opening(self.config, self.ledger_folder()):
+            print_rank_last(said(f"> megatron-stability: {line}"))
 
     def _make_hooks(self, device: torch.device) -> str | None:
         """The complaint, if this rank has a layer that can't be hooked, is for every rank to raise."""
         model = self.config.model
         try:
-            build = partial(weight_hooks.build, self.config, self.model, self.optimizer, device)
-            where = self.ledger_folder(), self._args, self.rewinds.data, self.host, self.files
-            self._weight_hooks = build(*where, lambda: self.checkpoints.extra_states)
+            what = self.config, self.model, self.optimizer, device, self.ledger_folder(), self._args, self.rewinds.data
+            loaded = partial(getattr, self.checkpoints, "extra_states")
+            self._weight_hooks = weight_hooks.build(*what, self.host, self.files, loaded)
             if self._args.iteration > 0:
                 self._load_hook_states()
             if model.changes_loss:
@@ -277,6 +277,7 @@ class Runtime:
             reason = "the loss scaler backed off" if record.overflow else "Megatron itself withheld the update"
             decision = dataclasses.replace(decision, action=Action.SKIP, reason=reason)
             self._step = record, decision
+        self.rewinds.step_done(record.step, applied=decision.updates_weights)
         self._history = chained(self._history, record, decision)
         self._ahead = record
         tables = [hook.update_done(record, decision.updates_weights) for hook in self._weight_hooks]
@@ -297,8 +298,7 @@ class Runtime:
             if should_exit:
                 self.ending(exit_code, evidence.RERUN_VERDICTS.get(exit_code, "Megatron's train_step asked for it"))
             return should_checkpoint, should_exit, exit_code
-        record, decision = self._step
-        reason = decision.reason
+        (record, decision), reason = self._step, self._step[1].reason
         if decision.action is Action.REWIND:
             outcome = self.rewinds.carry_out(record, decision, self._load_own_state)
             if outcome == "rewound":
@@ -357,11 +357,12 @@ class Runtime:
         scales = {action.value: scale.state_dict() for action, scale in self._scales.items()}
         hooks = {hook.checkpoint_key: hook.state_dict() for hook in self._stateful_hooks()}
         own = {"scales": scales, "hooks": hooks, "pass_over": self.rewinds.pass_over.state_dict()}
-        return self._pipeline.state_dict() | own
+        return self._pipeline.state_dict() | own | {"trajectory": self.checkpoints.trajectory.state_dict()}
 
     def _load_own_state(self, saved: dict[str, Any]) -> None:
         self._saved = saved
         self._pipeline.load_state_dict(saved)
+        self.checkpoints.trajectory.load_state_dict(saved.get("trajectory"))
         for action, scale in self._scales.items():
             scale.load_state_dict(saved["scales"][action.value])
 

@@ -10,37 +10,20 @@ or, for a step whose samples are passed over, passes_over alone.
 
 from __future__ import annotations
 
-import contextlib
-import sys
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from megatron_stability.errors import UsageError
+from megatron_stability.megatron.access.flags.argument_table import OWN_SPEC
 from megatron_stability.megatron.access.handle import SLOT, Slot
-from megatron_stability.megatron.access.speaks import speaks
+from megatron_stability.megatron.access.speaks import one_sentence
 
 if TYPE_CHECKING:
     from megatron_stability.megatron.runtime import Runtime
 
 _slot: Slot[Runtime] = SLOT
 
-SPEC = ("megatron_stability.megatron.layer_specs", "stability_layer_spec")
-
-
-@contextlib.contextmanager
-def _one_sentence(rank: int) -> Iterator[None]:
-    """Bad input ends every rank with code 2, and rank 0 says why: a host script knows nothing of our errors."""
-    try:
-        yield
-    except UsageError as error:
-        text = str(error)
-        if _slot.runtime is not None:
-            text = _slot.runtime.host.in_its_words(text)
-            _slot.runtime.ending(error.exit_code, text)
-        if speaks(rank):
-            print(f"megatron-stability: {text}", file=sys.stderr, flush=True)
-        sys.exit(error.exit_code)
+SPEC = OWN_SPEC
 
 
 def add_arguments(parser: ArgumentParser) -> ArgumentParser:
@@ -54,7 +37,7 @@ def arguments_ready(args: Namespace) -> None:
     """`training/arguments.py parse_and_validate_args`, before anything is built: install the runtime asked for."""
     from megatron_stability.megatron import arguments
 
-    with _one_sentence(args.rank):
+    with one_sentence(args.rank):
         arguments.install_runtime(args)
 
 
@@ -82,14 +65,14 @@ def final_logits(logits: Any) -> Any:
 def train_begins(model: list[Any], optimizer: Any, opt_param_scheduler: Any) -> None:
     """`training/training.py train`, after the checkpoint was loaded and before the first step. Collective."""
     if _slot.runtime is not None:
-        with _one_sentence(_slot.runtime.rank):
+        with one_sentence(_slot.runtime.rank):
             _slot.runtime.train_begins(model, optimizer, opt_param_scheduler)
 
 
 def data_begins() -> None:
     """`build_train_valid_test_data_iterators`, at its beginning: before any data set is built. Collective."""
     if _slot.runtime is not None:
-        with _one_sentence(_slot.runtime.rank):
+        with one_sentence(_slot.runtime.rank):
             _slot.runtime.files.judge(_slot.runtime.host.vocab_size())
 
 
@@ -120,7 +103,7 @@ def update_allowed(optimizer: Any, grad_norm: Any) -> bool:
     """`core/optimizer/optimizer.py step`, between the norm and `step_with_ready_grads`: the gate. Collective."""
     if _slot.runtime is None:
         return True
-    with _one_sentence(_slot.runtime.rank):
+    with one_sentence(_slot.runtime.rank):
         return _slot.runtime.update_allowed(optimizer, grad_norm)
 
 
@@ -134,7 +117,7 @@ def exit_after_step(should_checkpoint: bool, should_exit: bool, exit_code: int) 
     """`train`, after `train_step`: what Megatron wants, or our own halt."""
     if _slot.runtime is None:
         return should_checkpoint, should_exit, exit_code
-    with _one_sentence(_slot.runtime.rank):
+    with one_sentence(_slot.runtime.rank):
         return _slot.runtime.exit_after_step(should_checkpoint, should_exit, exit_code)
 
 
@@ -146,7 +129,7 @@ def rewound(operations: int) -> tuple[int, int] | None:
 def evaluated(suffix: str, total_loss_dict: dict[str, Any]) -> None:
     """`evaluate_and_print_results`, after each validation set: its losses, empty but on the last pipeline stage."""
     if _slot.runtime is not None:
-        with _one_sentence(_slot.runtime.rank):
+        with one_sentence(_slot.runtime.rank):
             _slot.runtime.evaluated(suffix, total_loss_dict)
 
 
@@ -165,6 +148,13 @@ def load_checkpoint_state(state_dict: dict[str, Any]) -> None:
     """`training/checkpointing.py load_checkpoint`: the inverse."""
     if _slot.runtime is not None:
         _slot.runtime.load_checkpoint_state(state_dict)
+
+
+def save_begins(save_dir: str, iteration: int) -> None:
+    """`training/checkpointing.py save_checkpoint`, before anything is written. Collective."""
+    if _slot.runtime is not None:
+        with one_sentence(_slot.runtime.rank):
+            _slot.runtime.checkpoints.save_begins(save_dir, iteration)
 
 
 def checkpoint_write[**P, T](write: Callable[P, T]) -> Callable[P, T | None]:
@@ -186,14 +176,14 @@ def moves_tracker() -> bool:
 def load_begins(load_dir: str | None, optimizer: Any) -> None:
     """`training/checkpointing.py load_checkpoint`, before anything is read. Collective."""
     if _slot.runtime is not None:
-        with _one_sentence(_slot.runtime.rank):
+        with one_sentence(_slot.runtime.rank):
             _slot.runtime.checkpoints.load_begins(load_dir, optimizer)
 
 
 def strict_load_failed(error: Exception) -> None:
     """`load_checkpoint`, where Megatron is about to repeat a failed strict load with strict=False."""
     if _slot.runtime is not None:
-        with _one_sentence(0):  # a rank fails alone here, so each says why
+        with one_sentence(0):  # a rank fails alone here, so each says why
             _slot.runtime.checkpoints.strict_load_failed(error)
 
 

@@ -73,7 +73,8 @@ class StabilityCheckpointManager(DefaultCheckpointManager):
         step = int(ctx.state.train_state.step)
         folder = generations.folder_of(Path(str(self.checkpoint_config.save)), step)
         own: dict[str, Any] = {"iteration": step}
-        seams.add_checkpoint_state(own)  # as it is now; and an old folder of this name is no checkpoint from here on
+        seams.save_begins(str(folder.parent), step)
+        seams.add_checkpoint_state(own)  # as it is now
 
         def bridges() -> bool:
             super(StabilityCheckpointManager, self).save(ctx, callback_manager)
@@ -125,9 +126,9 @@ class StabilityCheckpointManager(DefaultCheckpointManager):
 
 def _show(root: Path) -> None:
     """Rank 0: show Bridge a complete checkpoint whose trackers are lost, for it would train afresh."""
-    newest = None if checkpoint_exists(str(root)) else next(generations.candidates(root), None)
-    if newest is not None:
-        generations.write_tracker(root, newest.step)
+    found = [] if checkpoint_exists(str(root)) else generations.candidates(root)
+    if found:
+        generations.write_tracker(root, found[0].step)
 
 
 def _is_there(folder: Path) -> bool:

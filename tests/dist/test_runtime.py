@@ -44,9 +44,7 @@ def apart(context: Context, folder: str, rules: str) -> Any:
     return "ran to its end"
 
 
-def test_a_run_whose_ranks_went_apart_halts_even_where_large_findings_rewind(
-    patched_ranks: Pool, tmp_path: Path
-) -> None:
+def test_a_run_whose_ranks_went_apart_halts(patched_ranks: Pool, tmp_path: Path) -> None:
     rules = """
 checkpoint: {manifest: false}
 decide:

@@ -203,6 +203,9 @@ def complaint(context: Context, flags: tuple[str, ...]) -> str | None:
         (("--drill-fault", "nan"), "KIND"),
         (("--fp16", "--stability-mode", "act"), "--fp16"),
         (("--sft",), "--sft"),
+        (("--dataloader-type", "external"), "--dataloader-type external is not carried"),
+        (("--rampup-batch-size", "2", "2", "16"), "--step-batch-size-schedule"),
+        (("--eval-iters", "0"), "--eval-interval is missing"),
         (("stray",), "'stray'"),
     ],
 )

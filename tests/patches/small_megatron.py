@@ -105,10 +105,13 @@ def train_step(forward, data_iterator, model, optimizer, iteration):
     )
 
 
-def training_log(iteration, total_loss_dict):
+def training_log(iteration, batch_size, total_loss_dict):
     args = get_args()
     if iteration % args.log_interval == 0:
         log_string = f" iteration {iteration}"
+        log_string += f' global batch size: {batch_size:5d} |'
+        for key in total_loss_dict:
+            log_string += f' {key}'
         print_rank_last(log_string)
 
 
@@ -165,6 +168,8 @@ def evaluate_and_print_results(prefix):
 
 
 def build_train_valid_test_data_iterators(build_train_valid_test_datasets_provider):
+    args = get_args()
+
     train_dataloader, valid_dataloaders, test_dataloader = build(build_train_valid_test_datasets_provider)
     train_data_iterator = iter(train_dataloader)
     valid_data_iterators = iter(valid_dataloaders)
@@ -187,7 +192,8 @@ def read_metadata(tracker_filename):
 def save_checkpoint(iteration, model, release=False):
     args = get_args()
     save_dir = args.save
-    ckpt_type, ckpt_format = CheckpointType.GLOBAL, args.ckpt_format
+    ckpt_type = CheckpointType.GLOBAL
+    ckpt_format = args.ckpt_format if ckpt_type == CheckpointType.GLOBAL else 'torch'
     state_dict, checkpoint_name = generate_state_dict(model), save_dir
     tracker_filename = get_checkpoint_tracker_filename(save_dir)
     async_save_request = None

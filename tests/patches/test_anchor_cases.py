@@ -8,7 +8,7 @@ import pytest
 
 from megatron_stability.errors import UsageError
 from megatron_stability.megatron.patching import on_disk
-from megatron_stability.megatron.patching.place import State
+from megatron_stability.megatron.patching.anchor.place import State
 from megatron_stability.megatron.patching.survey import survey
 from megatron_stability.megatron.patching.tree import State as TreeState
 from tests.patches.patch_tools import contents
@@ -227,6 +227,14 @@ REFUSED: dict[str, tuple[str, str, str, str, str, str]] = {
         TRAINING,
         "    start_iteration = iteration\n",
         "    if args.ours:\n        start_iteration = iteration\n",
+        "rewound",
+        State.CHANGED,
+        "`start_iteration`, which the seam sets, is not set on every path before",
+    ),
+    "a name that a loop alone sets": (
+        TRAINING,
+        "    start_iteration = iteration\n",
+        "    for start in args.ours:\n        start_iteration = start\n",
         "rewound",
         State.CHANGED,
         "`start_iteration`, which the seam sets, is not set on every path before",

@@ -11,18 +11,19 @@ import pytest
 
 from megatron_stability.errors import UsageError
 from megatron_stability.megatron.patching import on_disk
-from megatron_stability.megatron.patching.by_anchor import PATHS, read_files
+from megatron_stability.megatron.patching.anchor.by_anchor import PATHS, read_files
+from megatron_stability.megatron.patching.anchor.known import known_json
+from megatron_stability.megatron.patching.anchor.seam_table import SEAMS
+from megatron_stability.megatron.patching.anchor.splice import closed, opened
 from megatron_stability.megatron.patching.diff import parse_patch, read_text
-from megatron_stability.megatron.patching.known import known_json
 from megatron_stability.megatron.patching.patch_headers import HEADERS
-from megatron_stability.megatron.patching.seam_table import SEAMS
 from megatron_stability.megatron.patching.series import Placed, render
-from megatron_stability.megatron.patching.splice import closed, opened
 from megatron_stability.megatron.patching.survey import survey
 from megatron_stability.megatron.patching.tree import State as TreeState
 from megatron_stability.megatron.patching.tree import read_tree
 from tests.patches.patch_tools import contents, stock_megatrons
 from tests.patches.small_megatron import (
+    ARGUMENTS,
     CHECKPOINTING,
     FILES,
     GPT,
@@ -141,6 +142,8 @@ def test_what_only_looks_different_is_patched_alike(path, look):
     assert patched is not None, [(p.seam.name, p.reason) for p in placements if not p.holds]
     assert closed(path, patched, seams_of(path)) == text
     expected = opened(path, FILES[path], seams_of(path))[1]
+    if look in ("CRLF", "tabs"):
+        assert patched == change(expected)  # line ends and indentation of what is inserted, too
     if look in LOOKS and look != "future annotations":
         assert tree_of(patched) == tree_of(expected)
     else:
@@ -150,6 +153,20 @@ def test_what_only_looks_different_is_patched_alike(path, look):
 def _functions(text: str) -> dict[str, str]:
     nodes = ast.walk(ast.parse(text))
     return {node.name: ast.dump(node) for node in nodes if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+
+
+def test_an_anchor_that_is_the_end_of_the_file_gets_a_line_of_its_own(tmp_path):
+    text = FILES[ARGUMENTS].removesuffix("\n    return parser.parse_args()\n")
+    root = small_megatron(tmp_path / "clone", {ARGUMENTS: text})
+    tree = on_disk.apply(root)
+    assert (root / ARGUMENTS).read_text() == text.replace(
+        "import Thing\n", "import Thing\nfrom megatron.core.stability import seams\n"
+    ).replace("    # From", "    if seams is not None:\n        seams.arguments_ready(args)\n    # From") + (
+        "\n    if seams is not None:\n        seams.add_arguments(parser)"
+    )
+    assert tree.patch_set.apply(ARGUMENTS, text) == (root / ARGUMENTS).read_text()
+    on_disk.revert(root)
+    assert (root / ARGUMENTS).read_text() == text
 
 
 # --- other states of a tree -------------------------------------------------------------------------------------
@@ -185,6 +202,10 @@ def test_what_a_hand_patched_is_recognised_or_named(tmp_path):
     (root / TRAINING).write_text(patched.replace("    if seams is not None:\n        seams.step_begins()\n", ""))
     with pytest.raises(UsageError, match="step_begins is missing or was changed"):
         on_disk.apply(root)
+    call = "    if seams is not None:\n        seams.step_begins()\n"
+    (root / TRAINING).write_text(patched.replace(call, 2 * call))
+    with pytest.raises(UsageError, match="the plugin's calls in it can't be taken out"):
+        on_disk.revert(root)
     (root / TRAINING).write_text(patched.replace("    timers = get_timers()\n", "    timers = get_timers()  # ours\n"))
     on_disk.revert(root)  # a change of one's own beside the seams is kept
     assert (root / TRAINING).read_text() == FILES[TRAINING].replace("get_timers()\n", "get_timers()  # ours\n", 1)

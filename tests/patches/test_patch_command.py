@@ -2,17 +2,22 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from patch_tools import PATCHED, STOCK, write, write_series
+from patch_tools import PATCHED, STOCK, contents, write, write_series
 
 import megatron_stability
 from megatron_stability.megatron.patching import on_disk
+from megatron_stability.megatron.patching.anchor.seam_table import SEAMS
 from megatron_stability.megatron.patching.command import run
+from megatron_stability.megatron.patching.patch_headers import HEADERS
+from megatron_stability.megatron.patching.tree import installed_root
+from tests.patches.small_megatron import FILES, GPT, small_megatron
 
 
 def command(root: Path, patches: Path, *argv: str) -> int:
@@ -57,6 +62,53 @@ def test_json_tells_state_digest_files_and_headers(root, patches, capsys):
         "remove_when": "the test goes.",
         "files": ["megatron/core/first.py", "megatron/core/seam.py"],
     }
+
+
+def test_check_gives_a_row_for_each_seam_of_any_tree(tmp_path, capsys):
+    root = small_megatron(tmp_path / "clone", {GPT: FILES[GPT].replace("labels is None", "not labels")})
+    before = contents(root)
+    assert run(["check", "--target", str(root)]) == 1
+    out = capsys.readouterr().out
+    rows = [line for line in out.splitlines() if re.match(r"  \d{3} ", line)]
+    assert len(rows) == len(SEAMS) + 1
+    assert "megatron-core 0.77.0 (digest" in out
+    assert re.search(r"009 final_logits +gone +megatron/core/models/gpt/gpt_model.py:6", out)
+    assert "GPTModel._postprocess: GPTModel._postprocess holds no `if labels is None: ...`" in out
+    assert re.search(r"step_begins +moved by -\d+ lines .*; the function around it is another", out)
+    assert "missing: get_args of megatron.training" in out
+    assert f"{len(SEAMS)} of {len(SEAMS) + 1} seams hold" in out
+    assert contents(root) == before
+
+
+def test_check_as_json_and_as_diffs(tmp_path, capsys):
+    root = small_megatron(tmp_path / "clone")
+    assert run(["check", "--json", "--target", str(root)]) == 1  # seams hold, but a page of Megatron lacks names
+    told = json.loads(capsys.readouterr().out)
+    assert told["compared_with"] == "0.19.2"
+    row = next(row for row in told["seams"] if row["seam"] == "update_done")
+    assert (row["file"], row["function"], row["patch"]) == ("megatron/training/training.py", "train_step", 5)
+    assert row["there"].startswith("log_max_attention_logit")
+    assert {need["what"] for need in told["missing"]} >= {"unwrap_model", "args.padded_vocab_size"}
+    run(["check", "--diff", "--target", str(root)])
+    diffs = capsys.readouterr().out
+    assert "+        seams.update_done(update_successful)\n" in diffs
+    assert diffs.count("What: ") == len(HEADERS)
+
+
+def test_check_of_a_release_is_clean_before_and_after(tmp_path, capsys):
+    root = tmp_path / "tree"
+    shutil.copytree(
+        installed_root() / "megatron", root / "megatron", ignore=shutil.ignore_patterns("__pycache__", "*.so", "bridge")
+    )
+    for info in installed_root().glob("megatron_core-*.dist-info"):
+        shutil.copytree(info, root / info.name)
+    for _ in range(2):
+        assert run(["check", "--target", str(root)]) == 0
+        out = capsys.readouterr().out
+        assert "moved" not in out
+        assert "; all it reads is there" in out
+        assert run(["apply", "--target", str(root)]) == 0
+        capsys.readouterr()
 
 
 def test_bad_input_is_one_sentence_on_standard_error(tmp_path, patches, capsys):

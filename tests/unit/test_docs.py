@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from ci import flags_page
 from megatron_stability import cli
 from megatron_stability.config import ALIASES, dest, flag, leaves
 
@@ -64,6 +65,10 @@ def test_the_muonclip_page_says_what_its_figures_are() -> None:
         assert max(clipped) <= tau
         assert f"{max(without):.1f}, above τ from step" in page
         assert f"| {max(clipped):.2f} | 0 |" in page
+
+
+def test_the_page_of_flags_is_what_the_rows_say() -> None:
+    assert flags_page.main("--check") == 0
 
 
 def test_the_fp8_page_says_what_its_figures_are() -> None:

@@ -85,7 +85,8 @@ def test_what_was_done_is_settled_with_the_policy_and_told_to_every_sink() -> No
             told.append((self.name, seen.step, decision.action))
 
     policy = TablePolicy(Decide(max_consecutive_skips=1), "act")
-    one = Pipeline(lambda seen: seen, build(Detect()), policy, (Sink("a"), Sink("b")), Episodes((), 50))
+    detectors = build(Detect())
+    one = Pipeline(lambda seen: seen, detectors, policy, (Sink("a"), Sink("b")), Episodes(detectors, 50))
     bad = replace(record(1), loss=math.nan, nonfinite_losses=1)
     assert [ran(one, bad), ran(one, replace(bad, step=2))] == [Action.SKIP, Action.HALT]
     assert told == [("a", 1, Action.SKIP), ("b", 1, Action.SKIP), ("a", 2, Action.HALT), ("b", 2, Action.HALT)]

@@ -132,13 +132,15 @@ class DataIterators:
         """What speaks against it on this rank."""
         if not self._chunks and args.iteration:
             return "its iterator is not known before the first step"
-        for number, iterator in enumerate(self._brought()):
+        brought = self._brought()
+        states = saved if saved is not None and len(saved) == len(brought) else [None] * len(brought)
+        for iterator, state in zip(brought, states, strict=True):
             kind = type(iterator).__name__
             if iterator is not None and _has_state(iterator):
-                if args.iteration and saved is None:
+                if args.iteration and state is None:
                     return f"the checkpoint has no state of {kind} for this layout and these flags"
-                if args.iteration and saved is not None:
-                    iterator.load_state_dict(saved[number])
+                if args.iteration:
+                    iterator.load_state_dict(state)
                 elif not _loads_safely(iterator.state_dict()):
                     return f"the state_dict of {kind} holds more than tensors and primitives"
             elif iterator is not None and args.iteration and not _saves_by_itself(iterator, args):

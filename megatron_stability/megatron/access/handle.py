@@ -21,6 +21,9 @@ class Installed(Protocol):
     def close(self) -> None:
         """Close what it holds open."""
 
+    def ending(self, code: int, reason: str) -> None:
+        """Say in the ledger that the run is about to end, and why."""
+
 
 class Slot[R]:
     """Holds the runtime.

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import sys
 import time
+from collections.abc import Iterator
+
+from megatron_stability.errors import UsageError
+from megatron_stability.megatron.access import handle
 
 RANK_0_S = 30.0  # how much later than another rank rank 0 may find what both find
 
@@ -23,3 +29,22 @@ def speaks(rank: int | str) -> bool:
         return False
     time.sleep(RANK_0_S)
     return True
+
+
+@contextlib.contextmanager
+def one_sentence(rank: int) -> Iterator[None]:
+    """Bad input ends every rank with code 2, and rank 0 says why: a host script knows nothing of our errors.
+
+    Args:
+        rank: global; 0 where a rank fails alone, so that each says why.
+    """
+    try:
+        yield
+    except UsageError as error:
+        text, runtime = str(error), handle.installed()
+        if runtime is not None:
+            text = runtime.host.in_its_words(text)
+            runtime.ending(error.exit_code, text)
+        if speaks(rank):
+            print(f"megatron-stability: {text}", file=sys.stderr, flush=True)
+        sys.exit(error.exit_code)

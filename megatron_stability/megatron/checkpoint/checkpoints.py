@@ -8,7 +8,6 @@ are written. The ranks meet in files of the checkpoint's folder, since a thread 
 from __future__ import annotations
 
 import json
-import time
 from argparse import Namespace
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -17,29 +16,27 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
-from megatron.training import print_rank_0
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_stability import files
 from megatron_stability.checkpoints import generations, manifest
 from megatron_stability.checkpoints.manifest import FileEntry, Manifest
 from megatron_stability.config import StabilityConfig
-from megatron_stability.echo import said
 from megatron_stability.errors import UsageError
 from megatron_stability.megatron.access import collectives, optimizer_state, rank_state
 from megatron_stability.megatron.access.data_iterators import DataIterators
 from megatron_stability.megatron.access.host import Host
 from megatron_stability.megatron.access.rank_state import Replicated
-from megatron_stability.megatron.checkpoint import choose, layouts, training_args
+from megatron_stability.megatron.checkpoint import shares
 from megatron_stability.megatron.checkpoint.failed_save import Failure, SaveError, attempt, tell
+from megatron_stability.megatron.checkpoint.resume import acceptance, choose, starts_anew, training_args
 from megatron_stability.megatron.checkpoint.run_files import RunFiles
+from megatron_stability.megatron.checkpoint.trajectory import Trajectory
 from megatron_stability.megatron.fp8.flags import active_transformer_engine
 from megatron_stability.megatron.patching import install_digest
 from megatron_stability.observe.fingerprint import Fingerprint
 from megatron_stability.transformer_engine import extra_state
 
-SHARES_WAIT_S = 1800.0  # how long rank 0's thread waits for the other ranks' threads
-_SHARE = ".stability-share-{rank}.json"
 Prints = Callable[[], dict[str, Fingerprint]]  # waits for them
 
 
@@ -68,8 +65,10 @@ class Checkpoints:
         Attributes:
             data: the data iterators, once Megatron has built them.
             extra_states: what Transformer Engine's modules had in the checkpoint that was loaded last.
+            trajectory: where the run stands among its checkpoints.
         """
         self.data = DataIterators()
+        self.trajectory = Trajectory(config.checkpoint, args)
         self.extra_states: dict[str, extra_state.Kind] = {}
         self._config, self._args, self._files, self._host = config, args, files, host or Host()
         self._model: list[Any] = []
@@ -82,9 +81,11 @@ class Checkpoints:
         self._resumed: Manifest | None = None  # of the checkpoint that is being loaded
         self._ckpt_step: Any = None
         self._loaded_rank_state: dict[str, Any] | None = None
+        self._saved_schedule: dict[str, Any] | None = None
         self._saved_prints: bytes | None = None  # `rank_state.packed`, of the checkpoint that is being loaded
         self._loaded = False
-        self._chosen: Manifest | None = None  # by a rewind: the next load takes it
+        self._chosen: choose.Chosen | None = None  # by a rewind: the next load takes it
+        self._last_saved: Path | None = None
         self._suspect: tuple[int, str] | None = None  # the step whose save is evidence only, and why
 
     @property
@@ -92,6 +93,16 @@ class Checkpoints:
         return self._config.checkpoint.manifest
 
     # --- save -------------------------------------------------------------------------------------------------------
+
+    def save_begins(self, save_dir: str, iteration: int) -> None:
+        """`save_checkpoint`, before anything is written: what is there and counts is set aside. Collective."""
+        if self._on:
+            folder = generations.folder_of(Path(save_dir), iteration)
+            if folder == self._last_saved:
+                self.settle()  # its files are being hashed
+            self.trajectory.record_start()  # where no step came before
+            collectives.from_rank_0(partial(shares.make_way, folder))
+            self._last_saved = folder
 
     def add_state(self, state_dict: dict[str, Any]) -> None:
         """`generate_state_dict`: this rank's state, or where a load asks for the template, a place for it."""
@@ -101,14 +112,6 @@ class Checkpoints:
             if self._rank_state_fits():
                 state_dict[manifest.RANK_STATE] = rank_state.sharded({})
             return
-        folder = generations.folder_of(Path(self._args.save), state_dict["iteration"])
-        if dist.get_rank() == 0 and folder.is_dir():
-            generations.set_aside(folder)
-        if dist.get_rank() == 0 and folder.is_dir():
-            manifest.begin(folder)
-            of_any_rank = _SHARE.format(rank="*"), manifest.fingerprints_name("*")
-            for stale in (path for name in of_any_rank for path in folder.glob(name)):
-                stale.unlink()  # of a save that was killed, maybe of more ranks
         if self._args.ckpt_format == "torch_dist":
             own = {"generators": rank_state.generators(), "data": self.data.state_dict(self._args)}
             state_dict[manifest.RANK_STATE] = rank_state.sharded(own)
@@ -191,20 +194,11 @@ class Checkpoints:
         if not (self._on and self._args.save):
             return False
         self.settle()  # what is being written counts too
-        root, last = Path(self._args.save), int(self._args.curr_iteration)
-        collectives.from_rank_0(lambda: self._mark_suspects(root, step, reason))
-        saved = collectives.from_rank_0(
-            lambda: last == 0 or (generations.folder_of(root, last) / manifest.MARKER).exists()
-        )
+        last = int(self._args.curr_iteration)
+        collectives.from_rank_0(lambda: self.trajectory.halted(step, reason))
+        saved = collectives.from_rank_0(lambda: last == 0 or self.trajectory.saved_at(last))
         self._suspect = (last, f"the last step before a halt in step {step}: {reason}")
         return not saved
-
-    def _mark_suspects(self, root: Path, step: int, reason: str) -> None:
-        window = self._config.checkpoint.suspect_steps
-        for each in generations.candidates(root) if window else ():
-            if each.step > step - window:
-                generations.mark_suspect(each.folder, f"saved {step - each.step} steps before a halt: {reason}")
-                print_rank_0(f"> megatron-stability: {each.folder.name} is marked suspect")
 
     def _draft(self, step: int) -> Manifest:
         """What changes from save to save; the thread adds the rest."""
@@ -215,21 +209,32 @@ class Checkpoints:
             tokens=args.consumed_train_samples * args.seq_length,
             layout=rank_state.layout_of(args),
             states=self._states,
+            applied=self.trajectory.applied,
+            withheld=self.trajectory.withheld,
         )
+
+    def step_done(self, step: int, applied: bool) -> None:
+        """Every step that was computed: what an update proves is recorded after the saves that were before it."""
+        if self.trajectory.step_done(step, applied) and self._on and dist.get_rank() == 0:
+            self._in_order(self.trajectory.prove)
+
+    def _in_order(self, work: Callable[[], None]) -> None:
+        """Run in the thread that completes saves, after those that were begun."""
+        if self._completing is None:
+            self._completing = ThreadPoolExecutor(1, thread_name_prefix="checkpoint completion")
+        self._pending.append(self._completing.submit(work))
 
     def _complete(self, save: Save) -> None:
         """Begin the completion of what is written, and let training go on."""
         unwritten, self._unwritten = self._unwritten, None
         if unwritten is not None:  # on every rank, so none waits for another's share
             if save.rank == 0:
-                tell(save.folder, unwritten)
+                self.trajectory.failed(save.folder, unwritten)
             return
         for work in [work for work in self._pending if work.done()]:
             self._pending.remove(work)
             work.result()  # raises what its thread raised
-        if self._completing is None:
-            self._completing = ThreadPoolExecutor(1, thread_name_prefix="checkpoint completion")
-        self._pending.append(self._completing.submit(self._complete_in_thread, save))
+        self._in_order(partial(self._complete_in_thread, save))
 
     def _complete_in_thread(self, save: Save) -> None:
         broken = None
@@ -237,13 +242,14 @@ class Checkpoints:
             share = self._share(save)
         except Exception as error:  # rank 0 must not wait for a share that never comes
             broken, share = error, {"failure": Failure(f"rank {save.rank}: {error!r}")}
-        path, text = save.folder / _SHARE.format(rank=save.rank), json.dumps(share).encode()
+        path, text = shares.path(save.folder, save.rank), json.dumps(share).encode()
         _, unwritten = attempt(lambda: files.write_atomically(path, text))
         if save.rank == 0:
             _, failure = (
                 attempt(lambda: self._gather(save.folder, save.draft)) if unwritten is None else (None, unwritten)
             )
-            tell(save.folder, failure)
+            if failure is not None:
+                self.trajectory.failed(save.folder, failure)
         elif unwritten is not None:
             tell(save.folder, unwritten._replace(no_space=False))  # the folder is rank 0's to remove
         if broken is not None:
@@ -269,45 +275,32 @@ class Checkpoints:
 
     def _gather(self, folder: Path, draft: Manifest) -> None:
         """Rank 0's thread: every rank's share, then the manifest."""
-        paths = [folder / _SHARE.format(rank=rank) for rank in range(draft.layout["world_size"])]
-        deadline = time.monotonic() + SHARES_WAIT_S
-        while not all(path.exists() for path in paths):
-            if time.monotonic() > deadline:
-                raise UsageError(f"{next(p for p in paths if not p.exists())} did not come in {SHARES_WAIT_S:g} s")
-            time.sleep(0.02)
-        shares = [files.read_json(path) for path in paths]
-        for path in paths:
-            path.unlink()
-        failure = next((share["failure"] for share in shares if share["failure"]), None)
+        parts = shares.gather(folder, draft.layout["world_size"])
+        failure = next((share["failure"] for share in parts if share["failure"]), None)
         if failure is not None:
             raise SaveError(Failure(*failure))
-        named = {name: FileEntry(**entry) for share in shares for name, entry in share["files"].items()}
-        flaw = next((share["flaw"] for share in shares if share["flaw"]), None)
-        replicas = {rank: [rank_state.Digest(*each) for each in share["replicas"]] for rank, share in enumerate(shares)}
+        named = {name: FileEntry(**entry) for share in parts for name, entry in share["files"].items()}
+        flaw = next((share["flaw"] for share in parts if share["flaw"]), None)
+        replicas = {rank: [rank_state.Digest(*each) for each in share["replicas"]] for rank, share in enumerate(parts)}
         flaw = flaw or rank_state.replica_complaint(replicas)
-        known = {"versions": install_digest.versions(), "training": training_args.training(self._args)}
+        known = {"versions": install_digest.versions(), "training": training_args.training(self._args, self._config)}
         self._finish(folder, draft.model_copy(update=known | self._files.known() | {"files": named}), flaw)
 
     def _finish(self, folder: Path, whole: Manifest, flaw: str | None) -> None:
         """Manifest, marker, tracker, retention, in this order."""
-        if flaw is not None:
-            generations.mark_suspect(folder, f"when it was saved, {flaw}")
-        suspect = self._suspect is not None and self._suspect[0] == whole.step
-        if suspect and self._suspect is not None:
-            generations.mark_suspect(folder, self._suspect[1])
+        whole = self.trajectory.stamped(folder, whole)
+        suspect = self._suspect[1] if self._suspect is not None and self._suspect[0] == whole.step else None
+        evidence = f"when it was saved, {flaw}" if flaw is not None else suspect
+        if evidence is not None:
+            generations.mark_suspect(folder, evidence)
         manifest.write(folder, whole)
-        if flaw is not None:
-            raise UsageError(f"{flaw}; the checkpoint is kept as suspect")
-        if suspect:
+        if evidence is not None:
+            self.trajectory.is_evidence(folder, whole)
+            if flaw is not None:
+                raise UsageError(f"{flaw}; the checkpoint is kept as suspect")
             print(f"> megatron-stability: {folder.name} is kept as suspect", flush=True)
             return
-        generations.write_tracker(folder.parent, whole.step)
-        if self._config.checkpoint.keep:
-            gone, failure = attempt(lambda: generations.retire(folder.parent, self._config.checkpoint.keep))
-            for each in gone or ():
-                print(f"> megatron-stability: {each.name} was deleted (--stability-checkpoint-keep)", flush=True)
-            if failure is not None:  # this checkpoint counts all the same
-                print(f"> megatron-stability: --stability-checkpoint-keep: {said(failure.text)}", flush=True)
+        self.trajectory.counts(folder, whole)
 
     # --- load -------------------------------------------------------------------------------------------------------
 
@@ -322,25 +315,25 @@ class Checkpoints:
             return
         self.close()  # a checkpoint that is being completed may be the newest
         self._ckpt_step = getattr(self._args, "ckpt_step", None)
-        self._resumed = self._chosen or choose.choose(Path(load_dir), self._args, self._config.checkpoint)
+        root = Path(load_dir)
+        chosen = self._chosen or choose.choose(root, self._args, self._config.checkpoint)
         self._chosen = None
-        if self._resumed is None:
+        self._resumed = None if chosen is None else chosen.manifest
+        self.trajectory.loaded(chosen, root)
+        if chosen is None or self._resumed is None:
             return
-        folder = generations.folder_of(Path(load_dir), self._resumed.step)
+        folder = generations.folder_of(root, self._resumed.step)
         optimizer_state.give_empty_state(optimizer)
-        if not self._args.finetune:
-            against = self._resumed, self._args, self._files, self._config.checkpoint
-            collectives.from_rank_0(lambda: choose.refuse_changes(*against))
-            layouts.refuse_unfit_optimizer_state(folder, self._resumed, self._args)
+        acceptance.accept(folder, chosen, optimizer, self._args, self._files, self._config)
         self._args.ckpt_step = self._resumed.step
         mine = manifest.fingerprints_name(dist.get_rank())
         if mine in self._resumed.files and self._rank_state_fits():
             self._saved_prints = files.read_bytes(folder / mine)
 
     def choose_older(self, back: int, sample: int) -> Manifest | None:
-        """As `resume.choose_older` in `--save`; the next load takes what was chosen. Collective."""
+        """As `choose.choose_older` in `--save`; the next load takes what was chosen. Collective."""
         self._chosen = choose.choose_older(Path(self._args.save), back, sample, self._config.checkpoint)
-        return self._chosen
+        return None if self._chosen is None else self._chosen.manifest
 
     def load_state(self, state_dict: dict[str, Any]) -> None:
         """`load_checkpoint`, once the state dict is read."""
@@ -352,6 +345,7 @@ class Checkpoints:
         optimizer_state.give_first_step(self._optimizer, state_dict.get("optimizer"))
         self._loaded = True
         self._loaded_rank_state = state_dict.pop(manifest.RANK_STATE, None)
+        self._saved_schedule = state_dict.get("opt_param_scheduler")  # there whether or not Megatron takes it
 
     def strict_load_failed(self, error: Exception) -> None:
         """A strict load of a module failed, and Megatron is about to go on with what fitted.
@@ -366,7 +360,7 @@ class Checkpoints:
                 "--stability-checkpoint-allow-partial-load true to leave what is missing at its initial values"
             )
 
-    def train_begins(self, model: list[Any], optimizer: Any) -> None:
+    def train_begins(self, model: list[Any], optimizer: Any, schedule: Any = None) -> None:
         """After the load and before the first step: what was loaded is judged, generators go on. Collective.
 
         Raises:
@@ -377,8 +371,10 @@ class Checkpoints:
         self.data.train_begins(self._args, state.get("data"), self._config.checkpoint.data_positions_itself)
         if not self._on:
             return
+        self.trajectory.refuse_a_used_folder()
         if self._loaded:
             optimizer_state.restore_step(optimizer)
+            starts_anew.tell_rates(self._args, schedule, self._saved_schedule)
         prints = rank_state.measure(model, optimizer if self._loaded else None)
         here = rank_state.complaint_of(prints, self._saved_prints, model) if self._loaded else None
         replicas = rank_state.check_replicas(model, prints)
@@ -386,10 +382,7 @@ class Checkpoints:
         if "generators" in state:
             rank_state.restore_generators(state["generators"])
         elif self._loaded and self._resumed is not None and not self._args.finetune:
-            print_rank_0(
-                "> megatron-stability: random generators are not those of the checkpoint (another layout, or "
-                "--no-load-rng): the run goes on with the same samples, but not bit for bit"
-            )
+            starts_anew.tell_generators()
         self._loaded_rank_state = self._saved_prints = None
 
     def _rank_state_fits(self) -> bool:

@@ -49,10 +49,8 @@ def attempt[T](work: Callable[[], T]) -> tuple[T | None, Failure | None]:
         return None, Failure(str(error))
 
 
-def tell(folder: Path, failure: Failure | None) -> None:
+def tell(folder: Path, failure: Failure) -> None:
     """Rank 0: say why a folder does not count, and remove it where it only takes space."""
-    if failure is None:
-        return
     print(f"> megatron-stability: {folder.name} does not count as a checkpoint: {said(failure.text)}", flush=True)
     if failure.no_space:
         shutil.rmtree(folder, ignore_errors=True)

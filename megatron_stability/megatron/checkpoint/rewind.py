@@ -23,11 +23,11 @@ from megatron.training.checkpointing import load_checkpoint
 
 from megatron_stability.act.pass_over import PassOver
 from megatron_stability.act.scale import Scale
-from megatron_stability.checkpoints import generations, run_state
+from megatron_stability.checkpoints import run_state
 from megatron_stability.checkpoints.manifest import Manifest
-from megatron_stability.checkpoints.run_state import Rewound, RunState
+from megatron_stability.checkpoints.run_state import Attempt, Rewound, RunState
 from megatron_stability.config import StabilityConfig
-from megatron_stability.errors import EXIT_HALTED, EXIT_REWIND, UsageError
+from megatron_stability.errors import EXIT_HALTED, EXIT_REWIND, HaltedError, UsageError
 from megatron_stability.megatron.access import collectives, rank_state
 from megatron_stability.megatron.access.data_iterators import draw
 from megatron_stability.megatron.checkpoint import snapshot
@@ -36,6 +36,7 @@ from megatron_stability.megatron.checkpoint.snapshot import Snapshot
 from megatron_stability.pipeline import Policy, Sink
 from megatron_stability.records import PASSED_OVER, Action, Decision, StepRecord, Tier
 
+MAX_STARTS = 2  # from one checkpoint, without an applied update
 Outcome = Literal["rewound", "restart", "no checkpoint"]
 
 
@@ -52,7 +53,27 @@ class Rewinds:
         self._budgets: tuple[Policy, Mapping[Action, Scale]]
         self._state = RunState()
         self._folder = Path()
+        self._fresh = True  # until the first step that is computed
         self._live: tuple[list[Any], Any, Any] = ([], None, None)
+
+    def refuse_a_loop(self, folder: Path) -> None:
+        """Before the ledger opens: what has halted twice from this checkpoint, and applied nothing, would again.
+
+        Args:
+            folder: the ledger's.
+
+        Raises:
+            HaltedError: on every rank alike; `--ckpt-step` tries all the same.
+        """
+        found: RunState | None = collectives.from_rank_0(lambda: run_state.read(folder))
+        if found is None or found.status != "halt" or found.attempt is None or getattr(self._args, "ckpt_step", None):
+            return
+        if found.attempt.place == self._checkpoints.trajectory.loads and found.attempt.starts >= MAX_STARTS:
+            step = found.attempt.place.step
+            raise HaltedError(
+                f"{found.attempt.starts} starts from step {step} applied no update ({found.reason}); mend the cause, "
+                f"and give --ckpt-step {step} to try again, or an older step"
+            )
 
     def train_begins(
         self,
@@ -91,10 +112,14 @@ class Rewinds:
                 policy.load_state_dict(found.rewound.policy)
                 _load_scales(scales, found.rewound.scales)
                 print_rank_0(f"> megatron-stability: rewind {found.rewound.attempt} goes on from step {args.iteration}")
-        self._write(RunState(rewound=found.rewound if found is not None else None))
+        attempt = found.attempt if found is not None else None
+        again = attempt is not None and attempt.place == self._checkpoints.trajectory.loads
+        rewound = found.rewound if found is not None else None
+        self._write(RunState(rewound=rewound, attempt=attempt if again else None))
 
     def step_begins(self, own_state: Callable[[], dict[str, Any]]) -> None:
         """Take the snapshot, where one is due; what is there after the load is in a checkpoint."""
+        self._checkpoints.trajectory.record_start()
         args, every = self._args, self._config.decide.snapshot_steps
         if not every or args.curr_iteration % every or args.curr_iteration == args.iteration:
             return
@@ -104,6 +129,19 @@ class Rewinds:
             collectives.agree(snapshot.too_large(self._live, self._config.decide.snapshot_max_gb))
         older, self._snapshot = self._snapshot, None  # which is no more, from here on
         self._snapshot = Snapshot.take(self._live, args, own_state(), older)
+
+    def step_done(self, step: int, applied: bool) -> None:
+        """Every step that was computed; starts that begin by withholding are counted. Collective with the first one."""
+        self._checkpoints.step_done(step, applied)
+        attempt, place = self._state.attempt, self._checkpoints.trajectory.loads
+        first, self._fresh = self._fresh, False
+        if applied and attempt is not None:
+            self._write(self._state.model_copy(update={"attempt": None}))
+        elif first and not applied and place is not None:
+            starts = 1 + (attempt.starts if attempt is not None else 0)
+            self._write(self._state.model_copy(update={"attempt": Attempt(place=place, starts=starts)}))
+            if starts >= MAX_STARTS:  # the one before was killed, or halted
+                collectives.from_rank_0(self._checkpoints.trajectory.condemn)
 
     def go_on(self, operations: int) -> tuple[int, int] | None:
         """After a step, with the floating-point operations before it: where the loop goes on, if not with the next."""
@@ -177,13 +215,16 @@ class Rewinds:
         )
         state = RunState(status="rewind", step=record.step, reason=decision.reason, rewound=rewound)
         self._write(state if in_process else state.model_copy(update={"exit_code": EXIT_REWIND}))
-        collectives.from_rank_0(lambda: _leave_behind(Path(self._args.save), target.step, record.step))
+        back = None if isinstance(target, Snapshot) else target
+        why = f"a rewind from step {record.step} to step {target.step}"
+        begins = collectives.from_rank_0(lambda: self._checkpoints.trajectory.rewound(back, target.step, why))
         if not in_process:
             return "restart"
         if isinstance(target, Snapshot):
             self._restore(target, load_own_state)
         else:
             self._load(target)
+        self._checkpoints.trajectory.rewind_loaded(begins)
         policy.load_state_dict(rewound.policy)
         _load_scales(scales, rewound.scales)
         self._write(RunState(rewound=rewound))
@@ -254,16 +295,6 @@ def _load_scales(scales: Mapping[Action, Scale], saved: Mapping[str, Any]) -> No
     for action, scale in scales.items():
         if action.value in saved:
             scale.load_state_dict(saved[action.value])
-
-
-def _leave_behind(root: Path, to_step: int, step: int) -> None:
-    """Rank 0: what was saved after `to_step` is not resumed from, and Megatron's tracker names the newest before it."""
-    for each in generations.candidates(root):
-        if each.step > to_step:
-            generations.mark_suspect(each.folder, f"undone by a rewind from step {step} to step {to_step}")
-    for each in generations.candidates(root):
-        generations.write_tracker(root, each.step)
-        break
 
 
 def _without_forward_hooks(model: list[Any], args: Namespace) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from argparse import Namespace
 
 from megatron_stability.errors import UsageError
-from megatron_stability.megatron.access import cuda_graphs
+from megatron_stability.megatron.access.flags import cuda_graphs
+from megatron_stability.megatron.access.flags.argument_table import names_own_spec
 from megatron_stability.numerics.fp8.config import Fp8
 
 _RECIPES = ("delayed", "tensorwise", "blockwise", "mxfp8")
@@ -32,7 +33,7 @@ def refuse_inactive_fp8(fp8: Fp8, mode: str, args: Namespace) -> None:
         (mode == "off", "--stability-mode off", "the plugin is off; use observe or act"),
         (graphs is not None, str(graphs), "a replayed graph keeps no amax history; drop the flag"),
         (args.transformer_impl != "local", "--transformer-impl", "emulation replaces the linears of the local spec"),
-        (list(args.spec or ()) != ["megatron_stability"], "no --spec", "add --spec megatron_stability"),
+        (not names_own_spec(args), "no --spec", "add --spec megatron_stability"),
         (bool(args.moe_grouped_gemm), "--moe-grouped-gemm", "experts must be linears of their own; drop the flag"),
         (bool(args.recompute_granularity), "--recompute-granularity", "a second forward would count amax twice"),
         (

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 
 from megatron_stability.config import StabilityConfig, flag
 from megatron_stability.errors import UsageError
-from megatron_stability.megatron.access import cuda_graphs
+from megatron_stability.megatron.access.flags import cuda_graphs
+from megatron_stability.megatron.access.flags.argument_table import names_own_spec, query_groups
 from megatron_stability.megatron.model import embedding_clip
 from megatron_stability.numerics.config import Model
 from megatron_stability.numerics.init_std import d_model_std
@@ -88,7 +89,7 @@ def _of_the_spec(config: StabilityConfig, args: Namespace) -> Iterator[tuple[str
         )
         if set_
     )
-    if list(args.spec or ()) != ["megatron_stability"]:
+    if not names_own_spec(args):
         other = f"--spec {' '.join(args.spec)}" if args.spec else "no --spec"
         yield setting, other, "the setting acts through the layer spec; add --spec megatron_stability"
     if getattr(args, "multi_latent_attention", False):
@@ -105,7 +106,7 @@ def _of_the_spec(config: StabilityConfig, args: Namespace) -> Iterator[tuple[str
         yield from _of_qk_norm(config, args)
     if model.attention_softcap is not None:
         yield from _of_attention_softcap(config, args)
-    groups, tp = args.num_query_groups or args.num_attention_heads, args.tensor_model_parallel_size
+    groups, tp = query_groups(args), args.tensor_model_parallel_size
     if args.num_attention_heads % tp:
         why = f"{args.num_attention_heads} attention heads can't be shared out evenly; use a size that divides them"
         yield setting, f"--tensor-model-parallel-size {tp}", why
@@ -128,7 +129,7 @@ def _of_qk_norm(config: StabilityConfig, args: Namespace) -> Iterator[tuple[str,
         yield setting, "--qk-l2-norm", "two norms for the same queries and keys; keep one (ours is rms_no_gain)"
     if model.qk_norm == "rms_no_gain" and config.qk_clip.enabled:
         yield setting, flag(("qk_clip", "enabled")), "that norm has no gain, so there is nothing to clip; turn it off"
-    groups, tp = args.num_query_groups or args.num_attention_heads, args.tensor_model_parallel_size
+    groups, tp = query_groups(args), args.tensor_model_parallel_size
     if model.qk_norm == "rmsnorm_whole" and groups % tp:
         yield _groups(setting, tp, groups)
 

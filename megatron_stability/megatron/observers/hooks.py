@@ -13,9 +13,10 @@ from megatron.core import parallel_state
 from megatron_stability.config import StabilityConfig
 from megatron_stability.detect.base import Detector, blind, silent
 from megatron_stability.errors import UsageError
-from megatron_stability.megatron.access import cuda_graphs, master_weights
+from megatron_stability.megatron.access import master_weights
 from megatron_stability.megatron.access.collectives import gather_json
 from megatron_stability.megatron.access.data_iterators import DataIterators
+from megatron_stability.megatron.access.flags import cuda_graphs
 from megatron_stability.megatron.access.host import Host
 from megatron_stability.megatron.attention import qk_clip
 from megatron_stability.megatron.checkpoint.run_files import RunFiles
@@ -211,15 +212,15 @@ def _observers(
 ) -> list[WeightHook]:
     """What only measures. The fixed micro-batch comes first: the others forget what they saw of it."""
     observe, norms = config.observe, config.observe.norms
+    vocab_size = real_vocab_size(host.vocab_size(), args.padded_vocab_size)
     hooks: list[WeightHook] = []
     if observe.replicas.weights_every or observe.replicas.compute_every:
-        vocab_size = real_vocab_size(host.vocab_size(), args.padded_vocab_size)
         hooks.append(ReplicaHook(observe.replicas, model, device, args, vocab_size))
     hooks.append(StepHook(float(optimizer.config.clip_grad)))
     if flag := next((name for name in _NO_PLAIN_MASTERS if getattr(args, name, False)), None):
         say(args, f"--{flag.replace('_', '-')}: no norms of weights, for their masters are no plain fp32 tensors")
         norms = norms.model_copy(update={"params_every": 0})
-    hooks.append(NormsHook(norms, model, optimizer, args))
+    hooks.append(NormsHook(norms, model, optimizer, args, vocab_size))
     if (graphs := cuda_graphs.flag(args)) is not None:
         say(args, f"{graphs}: a replayed graph calls no hook, so batches and experts are not observed")
     elif args.num_experts and observe.moe.every:

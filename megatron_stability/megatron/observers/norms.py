@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from megatron.core import parallel_state
 
 from megatron_stability.megatron.access import master_weights
 from megatron_stability.megatron.access.parameters import layer_of, once
@@ -25,7 +26,7 @@ LAYERS = "grad_norm/layer"
 class NormsHook:
     """L2 norms of each decoder layer's gradient, of all trainable weights, and of the word embedding, now and then."""
 
-    def __init__(self, config: Norms, model: Sequence[Any], optimizer: Any, args: Namespace) -> None:
+    def __init__(self, config: Norms, model: Sequence[Any], optimizer: Any, args: Namespace, vocab_size: int) -> None:
         """Finds what this rank counts.
 
         Args:
@@ -33,9 +34,10 @@ class NormsHook:
             model: Megatron's list of model chunks.
             optimizer: Megatron's, chained or not.
             args: Megatron's arguments.
+            vocab_size: real rows of the vocabulary; those that pad it up are no tokens' and are not counted.
         """
         self._config, self._optimizer, self._step = config, optimizer, 0
-        self._layers = int(args.num_layers)
+        self._layers, self._vocab_size = int(args.num_layers), vocab_size
         self._counted = [
             (name, parameter)
             for name, parameter in once(model, optimizer, int(getattr(args, "num_distributed_optimizer_instances", 1)))
@@ -63,12 +65,21 @@ class NormsHook:
         if self._config.layers_every and self._step % self._config.layers_every == 0:
             found[LAYERS] = self._layer_squares()
         if self._config.params_every and self._step % self._config.params_every == 0:
-            masters = {name: master_weights.own_master(p, self._optimizer).flat for name, p in self._counted}
-            embedding = [flat for name, flat in masters.items() if name.endswith("embedding.word_embeddings.weight")]
-            for name, parts in (("param_norm", list(masters.values())), ("embedding_norm", embedding)):
+            masters = [(name, p, master_weights.own_master(p, self._optimizer)) for name, p in self._counted]
+            embedding = [
+                copy.flat[: max(0, self._real_rows(p) * p.shape[1] - copy.start)]
+                for name, p, copy in masters
+                if name.endswith("embedding.word_embeddings.weight")
+            ]
+            for name, parts in (("param_norm", [copy.flat for *_, copy in masters]), ("embedding_norm", embedding)):
                 if parts:
                     found[name] = _squares(parts).sum().sqrt()
         return found
+
+    def _real_rows(self, embedding: torch.nn.Parameter) -> int:
+        """Rows of this rank's part of the vocabulary that are tokens."""
+        rows = embedding.shape[0]
+        return min(rows, max(0, self._vocab_size - parallel_state.get_tensor_model_parallel_rank() * rows))
 
     def update_done(self, record: StepRecord, updated: bool) -> None:
         """Nothing."""

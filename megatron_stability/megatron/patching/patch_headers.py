@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron_stability.megatron.patching.anchors import Header
+from megatron_stability.megatron.patching.anchor.anchors import Header
 
 HEADERS = {
     1: Header(
@@ -53,8 +53,8 @@ HEADERS = {
     ),
     7: Header(
         "007-log-line",
-        "the plugin's fields on Megatron's log line",
-        "the line is built and printed inside training_log",
+        "the plugin's fields on Megatron's log line, before the losses",
+        "the line is built and printed inside training_log, and after steps without an update says a loss of 0",
         "none yet",
         "training_log has a hook",
     ),
@@ -75,11 +75,11 @@ HEADERS = {
     ),
     10: Header(
         "010-checkpoint-complete",
-        "the writer is handed out, and two calls when a checkpoint was written: after the last rank, and for "
-        "the tracker file",
-        "a checkpoint counts once its manifest and completion marker are on stable storage, and the tracker "
-        "file may move only after that; a writer that fails on a full disk, on every rank alike, need not end "
-        "the run",
+        "a call before a checkpoint is written; the writer is handed out; two calls when it was: after the last "
+        "rank, and for the tracker file",
+        "a complete checkpoint is not written over; a checkpoint counts once its manifest and completion marker "
+        "are on stable storage, and the tracker file may move only after that; a writer that fails on a full "
+        "disk, on every rank alike, need not end the run",
         "none yet; 0.19 has an opt-in list of SHA-256 sums without a marker",
         "the save has a hook between its last byte and the tracker file",
     ),
@@ -110,10 +110,11 @@ HEADERS = {
     ),
     14: Header(
         "014-data-iterators",
-        "the data iterators, as they are built",
-        "a rewind puts the iterators back to the checkpoint's cursor, and they are locals of pretrain() and train()",
+        "a call before the data sets are built, and the data iterators, once they are",
+        "data that can't be trained on are told before Megatron waits for them for ever; a rewind puts the "
+        "iterators back to the checkpoint's cursor, and they are locals of pretrain() and train()",
         "none yet",
-        "iterators have a cursor that can be set",
+        "there is a callback before the data are built, and iterators have a cursor that can be set",
     ),
     15: Header(
         "015-rewind",

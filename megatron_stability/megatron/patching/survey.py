@@ -7,13 +7,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_stability.megatron.patching import by_anchor
-from megatron_stability.megatron.patching.by_anchor import FileState
+from megatron_stability.megatron.patching.adapter.needs import Missing, missing_needs
+from megatron_stability.megatron.patching.anchor import by_anchor
+from megatron_stability.megatron.patching.anchor.by_anchor import FileState
+from megatron_stability.megatron.patching.anchor.known import Known, function_digest, known_seams, nearest_release
+from megatron_stability.megatron.patching.anchor.place import Placement, State
+from megatron_stability.megatron.patching.anchor.seam_table import NEW_FILE
 from megatron_stability.megatron.patching.diff import to_bytes
-from megatron_stability.megatron.patching.known import Known, function_digest, known_seams, nearest_release
-from megatron_stability.megatron.patching.needs import Missing, missing_needs
-from megatron_stability.megatron.patching.place import Placement, State
-from megatron_stability.megatron.patching.seam_table import NEW_FILE
 from megatron_stability.megatron.patching.series import Placed, render
 from megatron_stability.megatron.patching.tree import detect_version
 
@@ -105,17 +105,8 @@ def _rows(file: FileState, known: dict[str, Known]) -> Iterator[Row]:
         digest = function_digest(file.path, file.stock, placement) if file.stock and not file.problem else ""
         there = lines[placement.line - 1].decode("utf-8", "replace").strip() if placement.line else ""
         changed = bool(digest and reference and reference.function not in ("", digest))
-        yield Row(
-            seam.name,
-            seam.patch,
-            seam.path,
-            seam.function,
-            _state(placement, reference),
-            placement.line,
-            placement.reason,
-            there,
-            changed,
-        )
+        where = (seam.name, seam.patch, seam.path, seam.function)
+        yield Row(*where, _state(placement, reference), placement.line, placement.reason, there, changed)
 
 
 def _state(placement: Placement, reference: Known | None) -> str:

@@ -27,7 +27,8 @@ EPILOG = {
     "pretrain": "All other flags are Megatron's. Example, a dry run on two CPU ranks:\n"
     "  megatron-stability pretrain --nproc 2 --cpu --tensor-model-parallel-size 2 --num-layers 2 --hidden-size 64 \\\n"
     "    --num-attention-heads 4 --seq-length 64 --max-position-embeddings 64 --micro-batch-size 2 \\\n"
-    "    --global-batch-size 4 --train-iters 10 --lr 1e-3 --mock-data --vocab-size 255",
+    "    --global-batch-size 4 --train-iters 10 --lr 1e-3 --mock-data --vocab-size 255 \\\n"
+    "    --eval-iters 0 --eval-interval 10",
     "run": "SCRIPT and all other flags are Megatron's. Example:\n"
     "  torchrun --nproc-per-node 8 -m megatron_stability run pretrain_gpt.py --spec megatron_stability ...",
 }

@@ -198,6 +198,7 @@ def complaint_about_arguments(job: Job, world: int, prepared: bool = True) -> st
         refuse_inactive_fp8(config.fp8, config.mode, args)
         if config.mode != "off":
             arguments.refuse_what_cannot_work(config, args)
+        arguments.refuse_what_megatron_meets_late(args)
     except (UsageError, argparse.ArgumentTypeError) as error:
         return str(error)
     except (AssertionError, ValueError, RuntimeError, KeyError, TypeError, ArithmeticError, OSError) as error:

@@ -46,6 +46,9 @@ NOT_CARRIED = (
     "heterogeneous_layers_config_path",
     "experimental_attention_variant",
     "overlap_moe_expert_parallel_comm",
+    "per_dataset_sequences_path",
+    "dataloader_fast_cache_load",
+    "dataloader_defer_npy_index_mmap",
 )
 
 
@@ -68,9 +71,11 @@ def refuse_what_is_not_carried(args: Any) -> None:
     Raises:
         UsageError: names the flag.
     """
-    for name in NOT_CARRIED:
+    named = {name: "--" + name.replace("_", "-") for name in NOT_CARRIED}
+    if args.dataloader_type == "external":
+        named["dataloader_type"] = "--dataloader-type external"
+    for name, flag in named.items():
         if getattr(args, name, None):
-            flag = "--" + name.replace("_", "-")
             raise UsageError(
                 f"{flag} is not carried by `megatron-stability pretrain`; use `run pretrain_gpt.py` for it"
             )

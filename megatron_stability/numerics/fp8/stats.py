@@ -22,6 +22,7 @@ from megatron_stability.numerics.fp8.formats import Fp8Format, round_clamped
 
 #: Columns of a statistics vector, float64 (counts are exact up to 2^53).
 COLUMNS = ("elements", "nonzero", "saturated", "underflowed", "nonfinite", "amax", "signal", "noise")
+_LEAST_SQUARES = 1e-30  # sums of squares below it have lost terms to float32's smallest numbers
 CHUNK = 1 << 15  # elements: the temporaries stay in L2, and torch starts no thread for a tensor of this size
 
 
@@ -129,14 +130,15 @@ def _chunk_stats(x: torch.Tensor, scale: torch.Tensor, fmt: Fp8Format) -> list[f
     error = values.mul_(scale.reciprocal()).sub_(x)
     signal, noise = (float(torch.dot(part.reshape(-1), part.reshape(-1))) for part in (x, error))
     nonfinite = 0
-    if not (math.isfinite(signal) and math.isfinite(noise)):
-        nonfinite, largest, signal, noise = _with_nonfinite(x, error)
+    squares_are_off = not (math.isfinite(signal) and math.isfinite(noise)) or min(signal, noise) < _LEAST_SQUARES
+    if largest and squares_are_off:
+        nonfinite, largest, signal, noise = _in_double(x, error)
     counts = x.numel(), nonzero, saturated, underflowed, nonfinite
     return [*counts, largest, signal, noise]
 
 
-def _with_nonfinite(x: torch.Tensor, error: torch.Tensor) -> tuple[int, float, float, float]:
-    """The slow path of a chunk that holds NaN or Inf, or whose squares overflow float32."""
+def _in_double(x: torch.Tensor, error: torch.Tensor) -> tuple[int, float, float, float]:
+    """The slow path of a chunk that holds NaN or Inf, or whose squares leave float32's range."""
     finite = x.isfinite()
     kept, off = torch.where(finite, x, 0.0).double(), torch.where(finite, error, 0.0).double()
     largest = float(x.abs().nan_to_num_(nan=0.0, posinf=math.inf).amax())

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import pickle
 import random
-import re
 import shutil
 from argparse import Namespace
 from pathlib import Path
@@ -15,9 +14,10 @@ import pytest
 
 from megatron_stability.checkpoints import generations, manifest
 from megatron_stability.checkpoints.compare import text
-from megatron_stability.checkpoints.manifest import DataFile, Manifest
+from megatron_stability.checkpoints.manifest import Manifest
 from megatron_stability.data.index import HEAD
 from megatron_stability.errors import UsageError
+from tests.dist.checkpoint.files_read import Read
 from tests.dist.pool import Context, Pool
 from tests.unit.data.maker import make as make_data
 
@@ -41,14 +41,17 @@ def make(root: Path, step: int, hashes: dict[str, str] | None = None) -> Path:
 
 def choose(context: Context, root: str, settings: dict[str, Any], args: dict[str, Any]) -> Any:
     from megatron_stability.config import Checkpoint
-    from megatron_stability.megatron.checkpoint import choose as resume
+    from megatron_stability.megatron.checkpoint.resume import choose as resume
 
     known = {"save": root, "ckpt_step": None} | args
     try:
         chosen = resume.choose(Path(root), Namespace(**known), Checkpoint(**settings))
     except UsageError as error:
         return str(error)
-    return None if chosen is None else chosen.step
+    if chosen is None:
+        return None
+    resume.from_rank_0(lambda: resume.accept(Path(root), chosen))
+    return chosen.manifest.step
 
 
 def ask(pool: Pool, root: Path, settings: dict[str, Any] | None = None, **args: Any) -> Any:
@@ -73,7 +76,7 @@ def test_the_next_older_is_used_where_a_file_of_either_rank_is_bad(
     flip(make(tmp_path, 10) / file)
     generations.write_tracker(tmp_path, 10)
     assert ask(patched_ranks, tmp_path) == 5
-    assert generations.read_tracker(tmp_path) == 5
+    assert generations.read_tracker(tmp_path) == 10  # it moves with the first step only
     assert file in ask(patched_ranks, tmp_path, {"strict": True})
 
 
@@ -92,6 +95,10 @@ def test_a_step_that_is_asked_for_is_not_replaced_by_another(patched_ranks: Pool
     assert ask(patched_ranks, tmp_path, ckpt_step=5) == 5
     assert "common.pt" in ask(patched_ranks, tmp_path, ckpt_step=10)
     assert "no checkpoint there" in ask(patched_ranks, tmp_path, ckpt_step=7)
+    generations.write_tracker(tmp_path, 99)
+    shutil.rmtree(tmp_path / "iter_0000005")
+    said = ask(patched_ranks, tmp_path)
+    assert "latest_checkpointed_iteration.txt names step 99, and there is no iter_0000099" in said
 
 
 def test_missing_or_empty_stops_unless_a_fresh_start_is_allowed(patched_ranks: Pool, tmp_path: Path) -> None:
@@ -99,6 +106,8 @@ def test_missing_or_empty_stops_unless_a_fresh_start_is_allowed(patched_ranks: P
     for root in (tmp_path / "missing", tmp_path):
         assert "--stability-checkpoint-allow-fresh-start" in ask(patched_ranks, root)
         assert ask(patched_ranks, root, {"allow_fresh_start": True}) is None
+    (tmp_path / "running").mkdir()
+    assert f"near it: {tmp_path / 'running'})" in ask(patched_ranks, tmp_path / "runnning")
     (make(tmp_path, 5) / manifest.MARKER).unlink()  # killed in its first save
     assert "is incomplete" in ask(patched_ranks, tmp_path)
     assert ask(patched_ranks, tmp_path, {"allow_fresh_start": True}) is None
@@ -128,56 +137,6 @@ def test_a_program_in_the_metadata_is_passed_over_and_without_a_manifest_refused
     generations.write_tracker(tmp_path, 5)
     assert ask(patched_ranks, tmp_path, {"allow_unverified": True}) is None
     assert "names posix.system" in ask(patched_ranks, tmp_path, {"allow_unverified": True}, ckpt_step=10)
-
-
-class Read:
-    """As `RunFiles`, of whose files it is told."""
-
-    def __init__(self, data: tuple[DataFile, ...] = (), tokenizer: str = "t") -> None:
-        self.hashes, self.data = {"code": "c", "tokenizer": tokenizer}, data
-
-    def found(self) -> Read:
-        return self
-
-    def known(self) -> dict[str, Any]:
-        return {"hashes": self.hashes, "data": self.data}
-
-
-def data_file(prefix: str, blocks: str) -> DataFile:
-    return DataFile(split="all", weight=None, prefix=prefix, size=4, index="i", blocks=blocks)
-
-
-DATA = (data_file("a", "1"), data_file("b", "2"))
-
-
-def refuse(context: Context, now: dict[str, Any], files: Read, allowed: tuple[str, ...]) -> str | None:
-    from megatron_stability.config import Checkpoint
-    from megatron_stability.megatron.checkpoint import choose as resume
-
-    known = {"training": TRAINING, "hashes": {"code": "c", "tokenizer": "t"}, "data": DATA}
-    try:
-        resume.refuse_changes(
-            Manifest(step=5, samples=5, tokens=5, **known), Namespace(**now), files, Checkpoint(allow_changes=allowed)
-        )
-    except UsageError as error:
-        return str(error)
-    return None
-
-
-def test_changes_are_listed_and_refused_unless_named(patched_ranks: Pool) -> None:
-    def ask_one(now: dict[str, Any], files: Read | None = None, allowed: tuple[str, ...] = ()) -> str | None:
-        return patched_ranks.run(refuse, TRAINING | now, files or Read(DATA), allowed, world=1)[0]
-
-    assert ask_one({}) is None
-    said = ask_one({"lr": 0.002, "seed": 2})
-    assert said is not None
-    assert re.search(r"lr 0\.001 -> 0\.002; seed 1 -> 2; .*allow-changes lr,seed$", said)
-    assert "seed" in (ask_one({"lr": 0.002, "seed": 2}, allowed=("lr",)) or "")
-    assert ask_one({"lr": 0.002, "seed": 2}, allowed=("lr", "seed")) is None
-    assert "tokenizer 'files t' -> 'files u'" in (ask_one({}, Read(DATA, "u")) or "")
-    other = Read((DATA[0], data_file("b", "3")))
-    assert "dataset (b.bin has other content)" in (ask_one({}, other) or ""), "Megatron-LM#725, #1343"
-    assert ask_one({}, other, ("dataset",)) is None
 
 
 def judge(context: Context) -> dict[str, Any]:
@@ -263,19 +222,20 @@ def save_again(context: Context, root: str) -> list[str]:
     from megatron_stability import config
     from megatron_stability.megatron.checkpoint.checkpoints import Checkpoints
 
-    checkpoints = Checkpoints(config.StabilityConfig(), Namespace(save=root, ckpt_format="torch"), Read())
-    checkpoints.add_state({"iteration": 5})
+    checkpoints = Checkpoints(config.StabilityConfig(), Namespace(save=root, iteration=0, ckpt_format="torch"), Read())
+    checkpoints.save_begins(root, 5)
     return sorted(path.name for path in generations.folder_of(Path(root), 5).iterdir())
 
 
 def test_what_a_killed_save_left_is_not_taken_for_the_next_ones(patched_ranks: Pool, tmp_path: Path) -> None:
     folder = make(tmp_path, 5)
+    (folder / manifest.MARKER).unlink()
     stale = {".stability-share-0.json", ".stability-share-11.json", "__0_stability.json", "__11_stability.json"}
     for name in stale:
         (folder / name).write_text("{}")
     before = {path.name for path in folder.iterdir()}
     (left,) = patched_ranks.run(save_again, str(tmp_path), world=1)
-    assert before - set(left) == stale | {manifest.MARKER}
+    assert before - set(left) == stale
 
 
 def save_twice(context: Context, root: str) -> list[str]:

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megatron_stability.checkpoints import generations, manifest
+from megatron_stability.checkpoints import asides, generations, manifest
 from megatron_stability.errors import UsageError
 from tests.unit.checkpoints.checkpoint_maker import complete, draft, save
 
@@ -230,7 +230,7 @@ def test_a_folder_that_megatron_would_not_find_is_no_checkpoint(tmp_path: Path, 
 def test_what_was_set_aside_stays_suspect_without_its_reason(tmp_path: Path) -> None:
     folder = complete(tmp_path, 5)
     generations.mark_suspect(folder, "NaN")
-    aside = generations.set_aside(folder)
+    aside = asides.set_aside(folder)
     assert aside is not None
     (aside / manifest.SUSPECT).unlink()
     assert generations.newest_good(tmp_path) is None
@@ -244,7 +244,7 @@ def test_a_tracker_with_more_digits_than_python_reads_says_nothing(tmp_path: Pat
 def test_a_suspect_folder_is_kept_when_its_step_is_saved_again(tmp_path: Path) -> None:
     folder = complete(tmp_path, 5)
     generations.mark_suspect(folder, "NaN")
-    assert generations.set_aside(folder) == tmp_path / "iter_0000005.suspect-1"
+    assert asides.set_aside(folder) == tmp_path / "iter_0000005.suspect-1"
     complete(tmp_path, 5)
     assert [(each.folder.name, each.state) for each in generations.generations(tmp_path)] == [
         ("iter_0000005.suspect-1", "suspect"),

@@ -23,7 +23,7 @@ def named(**args: Any) -> list[tuple[str, str, float | None]]:
         (["a"], [("all", "a", None)]),
         (["a", "b"], [("all", "a", None), ("all", "b", None)]),
         (["0.3", "a", "7", "b"], [("all", "a", 0.3), ("all", "b", 7.0)]),
-        (["1", "a", "b"], [("all", "1", None), ("all", "a", None), ("all", "b", None)]),  # an odd number: no weights
+        (["1", "a", "2"], [("all", "1", None), ("all", "a", None), ("all", "2", None)]),  # an odd number: no weights
         (["x", "a", "y", "b"], [("all", each, None) for each in ("x", "a", "y", "b")]),
     ],
 )

@@ -201,7 +201,10 @@ def test_killed_before_any_system_call_every_bundle_is_whole_and_the_scraps_go_a
 def test_a_full_disk_leaves_no_scrap_and_says_what_to_do(tmp_path, monkeypatch):
     writer = sink(tmp_path)
 
-    def full(descriptor):
+    sync = os.fsync
+
+    def full(descriptor):  # the first time only: what follows must not pass the failure over
+        monkeypatch.setattr(os, "fsync", sync)
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)

@@ -15,6 +15,7 @@ from megatron_stability.detect.data import BadBatch as Detector
 from megatron_stability.detect.non_finite import NonFinite
 from megatron_stability.detect.rank_agreement import RankAgreement
 from megatron_stability.observe.batch import scores
+from megatron_stability.observe.config import Replicas as Replicas_
 from megatron_stability.observe.fingerprint import digest
 from megatron_stability.observe.reduction import LocalSignals, Reduction, chained
 from megatron_stability.observe.wide import Layers, Replicas, fold
@@ -211,3 +212,10 @@ def test_losses_are_weighed_by_their_tokens_and_none_is_no_loss() -> None:
     assert math.isnan(reduced(rank()).loss)
     assert reduced(rank(), rank(overflow=True)).overflow
     assert not reduced(rank()).overflow
+
+
+def test_weights_are_compared_now_and_then_and_before_each_save() -> None:
+    every = Replicas_(weights_every=1000)
+    assert [every.weights_due(step, saves=False) for step in (999, 1000, 1001, 2000)] == [False, True, False, True]
+    assert every.weights_due(1, saves=True)
+    assert not Replicas_(weights_every=0).weights_due(1000, saves=True)

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from megatron_stability.numerics.fp8 import recipes
 from megatron_stability.numerics.fp8.formats import E4M3, E5M2, Fp8Format, amax, saturating_round
+from megatron_stability.numerics.fp8.stats import read
 
 FORMATS = [E4M3, E5M2]
 F32_MAX = float(torch.finfo(torch.float32).max)
@@ -216,3 +217,36 @@ def test_the_kernel_rounds_the_quotient_once_and_python_rounds_it_twice() -> Non
         scale = torch.ones(500)
         recipes.delayed_update(amaxes.clone()[None], scale, 448.0, algorithm="most_recent", rule=rule)
         assert torch.equal(scale, want), rule
+
+
+@pytest.mark.parametrize("weight", [False, True])
+@pytest.mark.parametrize("name", ["delayed", "current", "block", "mxfp8"])
+def test_a_recipes_statistics_are_those_of_what_it_quantizes(name, weight: bool) -> None:
+    """Edges that fill no tile included."""
+    x = torch.randn(140, 200, generator=torch.Generator().manual_seed(1)) * torch.logspace(-6, 3, 200)
+    x[3] = 0.0
+    recipe, scale = recipes.Recipe(name=name), torch.tensor(40.0)
+    found = read(recipe.stats(x, E4M3, scale, weight=weight))
+    made = recipe.quantize(x, E4M3, scale, weight=weight, transposed=False)
+    assert (found.elements, found.nonzero) == (x.numel(), int(x.count_nonzero()))
+    assert found.underflowed == int(((made == 0) & (x != 0)).sum()) > 0
+    assert found.amax == float(x.abs().max())
+    assert found.noise == pytest.approx(float((x - made).double().square().sum()), rel=1e-4)
+    assert found.signal == pytest.approx(float(x.double().square().sum()), rel=1e-5)
+    assert (found.saturated > 0) == (name == "delayed")
+
+
+def test_weights_have_square_tiles_and_what_is_summed_over_rows_has_blocks_along_them() -> None:
+    x = torch.randn(256, 256, generator=torch.Generator().manual_seed(2)) * torch.logspace(-3, 3, 256)[:, None]
+    one = torch.ones(())
+
+    def quantized(recipe: recipes.Recipe, weight: bool, transposed: bool) -> torch.Tensor:
+        return recipe.quantize(x, E4M3, one, weight=weight, transposed=transposed)
+
+    block, mxfp8 = recipes.Recipe(name="block"), recipes.Recipe(name="mxfp8")
+    assert torch.equal(quantized(block, True, False), recipes.quantize_tiles(x, E4M3, tile=(128, 128)).dequantize())
+    assert torch.equal(quantized(block, True, True), quantized(block, True, False))
+    assert torch.equal(quantized(block, False, True), recipes.quantize_tiles(x.t(), E4M3).dequantize().t())
+    for weight in (False, True):
+        assert torch.equal(quantized(mxfp8, weight, True), recipes.quantize_mxfp8(x.t(), E4M3).dequantize().t())
+        assert torch.equal(quantized(mxfp8, weight, False), recipes.quantize_mxfp8(x, E4M3).dequantize())

@@ -54,6 +54,13 @@ def test_largest_code_is_no_saturation_and_negative_zero_no_underflow() -> None:
     assert (got.saturated, got.underflowed, got.nonzero) == (1, 1, 5)
 
 
+@pytest.mark.parametrize("magnitude", [1e-22, 1e-19, 1e-12])
+def test_tiny_squares_are_not_lost(magnitude: float) -> None:
+    x = torch.randn(1000, generator=torch.Generator().manual_seed(1))
+    snr = [read(tensor_stats(x * size, 100 / (x * size).abs().amax(), E4M3)).snr_db for size in (1.0, magnitude)]
+    assert snr[1] == pytest.approx(snr[0], abs=0.05)
+
+
 def test_huge_squares_do_not_overflow() -> None:
     got = read(tensor_stats(torch.full((10,), 3e30), torch.tensor(1e-28), E4M3))
     assert got.nonfinite == 0
