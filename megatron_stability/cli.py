@@ -44,6 +44,7 @@ COMMANDS = (
     Command(
         "cadence", "megatron_stability.checkpoints.cadence.command", "run", "how often to save, from measured costs"
     ),
+    Command("policy", "megatron_stability.decide.command", "run", "what each preset of decide.preset does"),
     Command("report", "megatron_stability.report.command", "run", "write the HTML report of a run"),
     Command(
         "compare", "megatron_stability.fp8_compare.command", "run", "an FP8 run against its BF16 control, with a gate"

@@ -33,8 +33,12 @@ from megatron_stability.observe.config import Observe, QKClip
 from megatron_stability.section import Section
 
 PREFIX = "--stability"
-#: Further names of flags, beside Megatron's own `--fp8-...`, of which none has these names.
-ALIASES = {("fp8", "emulate"): "--fp8-emulate", ("fp8", "recalibrate"): "--fp8-recalibrate"}
+#: Further names of flags; of Megatron's own `--fp8-...` none has these.
+ALIASES = {
+    ("detect", "expect", "announced"): "--stability-expect",
+    ("fp8", "emulate"): "--fp8-emulate",
+    ("fp8", "recalibrate"): "--fp8-recalibrate",
+}
 
 
 class Record(Section):

@@ -19,6 +19,7 @@ from functools import cached_property
 from typing import Any, Protocol, runtime_checkable
 
 from megatron_stability.detect.base import Detector
+from megatron_stability.detect.expected import starts_anew
 from megatron_stability.records import Change, Decision, Episode, StepRecord, Verdict
 
 
@@ -73,6 +74,7 @@ class Pipeline[Local]:
     policy: Policy
     sinks: Sequence[Sink]
     episodes: Grouping
+    afresh: Collection[str] = ()  # names of detectors that a load starts afresh
     idle: Collection[str] = ()  # names of detectors whose signals this run does not measure: they are not asked
 
     def without(self, idle: Collection[str]) -> Pipeline[Local]:
@@ -107,6 +109,10 @@ class Pipeline[Local]:
     def finish(self, record: StepRecord, decision: Decision) -> None:
         """Learn and record, once the optimizer step has run or was withheld. No collective."""
         applied = decision.updates_weights
+        if decision.verdicts:
+            for detector in self._asked:
+                if starts_anew(detector.name, decision):
+                    detector.reset()
         for learn in self._learn:
             learn(record, applied)
         self.policy.settle(decision)
@@ -127,9 +133,9 @@ class Pipeline[Local]:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """The inverse of `state_dict`; a detector without saved state starts afresh."""
+        """The inverse of `state_dict`; a detector without saved state, or of `afresh`, starts afresh."""
         for detector in self.detectors:
-            if detector.name in state["detectors"]:
+            if detector.name in state["detectors"] and detector.name not in self.afresh:
                 detector.load_state_dict(state["detectors"][detector.name])
             else:
                 detector.reset()

@@ -22,6 +22,7 @@ from types import MappingProxyType
 from typing import Any
 
 PASSED_OVER = "passed_over"  # Decision.parameters: the step's samples were drawn and nothing was computed
+LEVEL = "level"  # Decision.parameters: of a rewind that may have met a level, of an APPLY that took it as one
 _NO_SIGNALS: Mapping[str, float] = MappingProxyType({})
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import difflib
-from typing import Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from megatron_stability.detect.config import detector_names
+from megatron_stability.decide import presets
+from megatron_stability.detect.config import verdict_names
 from megatron_stability.records import Action, Tier
 from megatron_stability.section import Section
 
@@ -24,10 +25,19 @@ class Rule(Section):
     tier: Tier
     action: Action
     within: int = Field(1, ge=1, description="for joined names: steps within which each raised its verdict")
-    factor: float | None = Field(None, gt=0, lt=1, description="scale_lr, scale_weight_decay, rewind: on the value")
+    factor: float | None = Field(
+        None,
+        gt=0,
+        le=10,
+        description="scale_lr, scale_weight_decay, rewind: on the value; above 1 for weight decay only",
+    )
+    later_factors: tuple[Annotated[float, Field(gt=0, lt=1)], ...] = Field(
+        (), description="rewind: the factors of later attempts; none: half the one before"
+    )
     steps: int | None = Field(None, ge=1, description="scale_lr, scale_weight_decay, rewind: for this many steps")
     generations: int | None = Field(None, ge=1, description="rewind: complete checkpoints to go back, first attempt")
     skip_steps: int | None = Field(None, ge=1, description="rewind: steps up to the incident whose data is skipped")
+    level: bool = Field(False, description="rewind: what recurs at the same samples is taken as a level, and applied")
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -37,7 +47,7 @@ class Rule(Section):
     @field_validator("detector")
     @classmethod
     def _known(cls, detector: str) -> str:
-        known = detector_names()
+        known = verdict_names()
         for name in detector.split("+"):
             if name not in known and detector != "*":
                 near = difflib.get_close_matches(name, known, n=1)
@@ -50,6 +60,8 @@ class Rule(Section):
         scales = self.factor is not None, self.steps is not None
         if self.action in _SCALES and not all(scales):
             raise ValueError(f"{self.action} needs factor and steps")
+        if self.action is not Action.SCALE_WEIGHT_DECAY and self.factor is not None and self.factor >= 1:
+            raise ValueError(f"{self.action} lowers the learning rate: its factor must be below 1")
         unfinished = self.generations is None or self.skip_steps is None or any(scales) != all(scales)
         if self.action is Action.REWIND and unfinished:
             raise ValueError("rewind needs generations and skip_steps, and factor and steps together or not at all")
@@ -57,6 +69,10 @@ class Rule(Section):
             raise ValueError(f"{self.action} takes no factor or steps")
         if self.action is not Action.REWIND and (self.generations or self.skip_steps):
             raise ValueError(f"{self.action} takes no generations or skip_steps")
+        if (self.later_factors and (self.action is not Action.REWIND or self.factor is None)) or (
+            self.level and self.action is not Action.REWIND
+        ):
+            raise ValueError(f"{self.action} takes no level, nor later_factors without a factor of a rewind")
         return self
 
 
@@ -72,11 +88,10 @@ class Gate(Section):
 class Decide(Section):
     """The policy table and its budgets."""
 
-    rules: tuple[Rule, ...] = (
-        Rule(detector="rank_agreement", tier=Tier.SYSTEM, action=Action.HALT),
-        Rule(detector="non_finite", tier=Tier.NON_FINITE, action=Action.SKIP),
-        Rule(detector="grad_norm_spike", tier=Tier.LARGE, action=Action.SKIP),
+    preset: Literal["watch", "safe", "field", "fp8", "muon"] = Field(
+        "safe", description="the named policy that this section begins from: megatron-stability policy show NAME"
     )
+    rules: tuple[Rule, ...] = Field((), description="the policy table, in place of the preset's")
     max_consecutive_skips: int = Field(5, ge=1, description="one more skip in a row than this ends skipping")
     max_skips_per_1000_steps: int = Field(50, ge=1, description="one more within the last 1000 steps ends skipping")
     when_exhausted: Literal["halt", "rewind"] = Field("halt", description="what follows when skipping has ended")
@@ -96,6 +111,15 @@ class Decide(Section):
     )
     quiet_steps: int = Field(50, ge=1, description="steps without a verdict of its detector that end an episode")
     gate: Gate = Gate()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_preset(cls, given: Any) -> Any:
+        """What is given goes before what the preset says; a name that is none is left to its own field's error."""
+        if not isinstance(given, dict):
+            return given
+        name = given.get("preset", presets.DEFAULT)
+        return presets.settings(name) | given if name in presets.NAMES else given
 
     @field_validator("skip_samples")
     @classmethod

@@ -4,11 +4,16 @@ The worst matching rule wins, by `Action.precedence`; a verdict without a rule i
 fault which an action can't cure ends in a HALT instead of a run that stands still:
 
     SKIP                  too many in a row or in 1000 steps -> `when_exhausted`
-    REWIND                one more than `max_rewinds` -> HALT; each attempt goes one generation further back, and halves
-                          the learning-rate factor; a continuation that fails the repair gate is the next attempt
+    REWIND                one more than `max_rewinds` -> HALT; each attempt goes one generation further back, with the
+                          rule's next `later_factors`, or half the learning-rate factor of the one before; a
+                          continuation that fails the repair gate is the next attempt. With `level`, what comes back at
+                          the samples of the last such rewind is the data's own level: it is applied
     SCALE_LR, SCALE_WD    not again within `cooldown_steps`
     any                   for `probation_steps` afterwards tiers up to LARGE count one higher, but never towards a skip,
                           which judges one step by itself
+
+A change that was announced, or that the record itself shows (`detect.expect`), opens a grace in which nothing is
+scaled or rewound.
 """
 
 from __future__ import annotations
@@ -19,10 +24,13 @@ from typing import Any, Literal
 
 from megatron_stability.decide.config import Decide, Rule
 from megatron_stability.decide.repair_gate import RepairGate
-from megatron_stability.records import Action, Decision, StepRecord, Tier, Verdict
+from megatron_stability.detect.expected import EXPECTED, STARTS_ANEW
+from megatron_stability.records import LEVEL, Action, Decision, StepRecord, Tier, Verdict
 
 WINDOW = 1000  # settled steps over which `max_skips_per_1000_steps` counts
 OUTSIDE_BUDGET = "outside_budget"  # Decision.parameters: this skip is the loss scaler's own
+SAME_STEPS = 40  # steps' worth of samples within which two incidents are at the same samples
+TAKEN_STEPS = 100  # settled steps for which a level that was taken as one is not asked about again
 SCALES = (Action.SCALE_LR, Action.SCALE_WEIGHT_DECAY)
 
 
@@ -35,7 +43,8 @@ class TablePolicy:
     since there is no continuation to judge.
 
     `Decision.parameters` by `advised` action: SCALE_LR and SCALE_WEIGHT_DECAY carry `factor` and `steps`; REWIND
-    `generations`, `skip_steps`, `attempt` (1-based), and `factor` and `steps` where the rule has them.
+    `generations`, `skip_steps`, `attempt` (1-based), and `factor` and `steps` where the rule has them; `level` says
+    that a rewind met what may be a level, or that an APPLY took it as one.
     """
 
     def __init__(self, config: Decide, mode: Literal["observe", "act"]) -> None:
@@ -51,6 +60,9 @@ class TablePolicy:
         self._skips: deque[int] = deque()  # values of `_settled` at the skips of the last WINDOW steps
         self._rewinds = 0
         self._acted: dict[str, int] = {}  # `_settled` at the last time of each action
+        self._met: int | None = None  # first sample of the step at which a rule with `level` last rewound
+        self._taken: int | None = None  # `_settled` when what came back there was last taken as a level
+        self._grace = 0, -1  # first and last step of the last one
         self._gate = RepairGate(self.config.gate)
         self._record: StepRecord | None = None  # remembered from `decide` to `settle`: no state
         self._raised: dict[str, dict[str, int]] = {}  # detector -> tier -> `_settled` at its last verdict of that tier
@@ -73,7 +85,7 @@ class TablePolicy:
         self._record = record
         failed = self._gate.inspect(record)
         advised, reason, parameters = Action.APPLY, "no finding", dict[str, float]()
-        rule, verdict = self._worst(verdicts) if verdicts else (None, None)
+        rule, verdict = self._worst(record, verdicts) if verdicts else (None, None)
         if rule is not None and verdict is not None:
             advised, reason, parameters = self._take(rule, _because(verdict), record)
         elif verdicts:
@@ -82,8 +94,7 @@ class TablePolicy:
         if failed is not None:
             verdicts = [*verdicts, failed]
             if advised.precedence < Action.REWIND.precedence:
-                skip_steps = self.config.rewind_skip_steps
-                advised, reason, parameters = self._rewind(1, skip_steps, None, None, _because(failed))
+                advised, reason, parameters = self._rewind(self._plain(), _because(failed))
         action = advised if self.mode == "act" else Action.APPLY
         if action is not advised:
             reason = f"observe mode, would {advised.replace('_', ' ')}: {reason}"
@@ -96,13 +107,20 @@ class TablePolicy:
             parameters=parameters,
         )
 
-    def _worst(self, verdicts: Sequence[Verdict]) -> tuple[Rule | None, Verdict | None]:
+    def _worst(self, record: StepRecord, verdicts: Sequence[Verdict]) -> tuple[Rule | None, Verdict | None]:
         """The first of the matching rules with the highest precedence, and the verdict that it matched."""
         best: tuple[Rule | None, Verdict | None] = (None, None)
+        shown = next((verdict for verdict in verdicts if verdict.detector == EXPECTED), None)
+        graced = shown is not None or self._grace[0] <= record.step <= self._grace[1]
+        spared: tuple[Action, ...] = (*SCALES, Action.REWIND) if graced else ()
+        if shown is not None and shown.value == STARTS_ANEW:
+            spared = *spared, Action.SKIP  # the norm of this very step is judged by a level that is over
         raised = int(self.on_probation)
         for verdict in verdicts:
             for rule in self.config.rules:
                 if best[0] is not None and rule.action.precedence <= best[0].action.precedence:
+                    continue
+                if rule.action in spared and verdict.tier.severity <= Tier.LARGE.severity:
                     continue
                 severity = verdict.tier.severity
                 if rule.action is not Action.SKIP and severity < Tier.LARGE.severity:
@@ -137,9 +155,11 @@ class TablePolicy:
             reason = f"{exhausted}; last: {reason}"
             if self.config.when_exhausted == "halt":
                 return Action.HALT, reason, {}
-            return self._rewind(1, self.config.rewind_skip_steps, None, None, reason)
+            return self._rewind(self._plain(), reason)
         if rule.action is Action.REWIND:
-            return self._rewind(rule.generations or 1, rule.skip_steps or 1, rule.factor, rule.steps, reason)
+            if rule.level and self._recurs(record):
+                return Action.APPLY, f"came back at the same samples, so it is taken as a level: {reason}", {LEVEL: 1.0}
+            return self._rewind(rule, reason)
         if rule.action in SCALES and rule.factor is not None and rule.steps is not None:
             since = self._settled - self._acted.get(rule.action, -self.config.cooldown_steps - 1)
             if since <= self.config.cooldown_steps:
@@ -147,19 +167,31 @@ class TablePolicy:
             return rule.action, reason, {"factor": rule.factor, "steps": float(rule.steps)}
         return rule.action, reason, {}
 
-    def _rewind(
-        self, generations: int, skip_steps: int, factor: float | None, steps: int | None, reason: str
-    ) -> tuple[Action, str, dict[str, float]]:
-        if self._rewinds >= self.config.max_rewinds:
-            return Action.HALT, f"{self._rewinds} rewinds were not enough; last: {reason}", {}
+    def _recurs(self, record: StepRecord) -> bool:
+        """Whether what asks for a rewind is at the samples of the last such rewind, or was just taken as a level."""
+        if self._taken is not None and self._settled - self._taken <= TAKEN_STEPS:
+            return True
+        return self._met is not None and abs(record.first_sample - self._met) <= SAME_STEPS * record.samples
+
+    def _plain(self) -> Rule:
+        """The rewind that no rule asked for by itself."""
+        skip_steps = self.config.rewind_skip_steps
+        return Rule(detector="*", tier=Tier.WATCH, action=Action.REWIND, generations=1, skip_steps=skip_steps)
+
+    def _rewind(self, rule: Rule, reason: str) -> tuple[Action, str, dict[str, float]]:
+        attempt = self._rewinds
+        if attempt >= self.config.max_rewinds:
+            return Action.HALT, f"{attempt} rewinds were not enough; last: {reason}", {}
         parameters = {
-            "generations": float(generations + self._rewinds),
-            "skip_steps": float(skip_steps),
-            "attempt": self._rewinds + 1.0,
+            "generations": float((rule.generations or 1) + attempt),
+            "skip_steps": float(rule.skip_steps or 1),
+            "attempt": attempt + 1.0,
         }
-        if factor is not None and steps is not None:
-            parameters |= {"factor": factor / 2**self._rewinds, "steps": float(steps)}
-        return Action.REWIND, reason, parameters
+        if rule.factor is not None and rule.steps is not None:
+            factors = (rule.factor, *rule.later_factors)
+            beyond = max(attempt - len(factors) + 1, 0)
+            parameters |= {"factor": factors[attempt - beyond] / 2**beyond, "steps": float(rule.steps)}
+        return Action.REWIND, reason, parameters | ({LEVEL: 1.0} if rule.level else {})
 
     def _exhausted(self) -> str | None:
         """Why one more skip is too many, or None."""
@@ -177,6 +209,7 @@ class TablePolicy:
             return
         if self._gated and self._record is not None and self._record.step == decision.step:
             self._gate.settle(self._record, decision)
+        self._remember(decision)
         self._record = None
         advised = decision.advised
         for verdict in decision.verdicts:
@@ -195,6 +228,17 @@ class TablePolicy:
         while self._skips and self._settled - self._skips[0] >= WINDOW:
             self._skips.popleft()
 
+    def _remember(self, decision: Decision) -> None:
+        """Where a level may have been met, that it was taken as one, and until when a change has its grace."""
+        if decision.parameters.get(LEVEL) and decision.advised is Action.REWIND:
+            self._met = None if self._record is None else self._record.first_sample
+        elif decision.parameters.get(LEVEL):
+            self._taken = self._settled
+            self._gate.open()
+        for verdict in decision.verdicts:
+            if verdict.detector == EXPECTED:
+                self._grace = decision.step, decision.step + int(verdict.threshold)
+
     def state_dict(self) -> dict[str, Any]:
         """The budgets as JSON primitives."""
         return {
@@ -203,6 +247,9 @@ class TablePolicy:
             "consecutive": self._consecutive,
             "skips": list(self._skips),
             "rewinds": self._rewinds,
+            "met": self._met,
+            "taken": self._taken,
+            "grace": list(self._grace),
             "gate": self._gate.state_dict(),
             "acted": {str(action): at for action, at in self._acted.items()},
             "raised": {name: {str(tier): at for tier, at in ticks.items()} for name, ticks in self._raised.items()},
@@ -220,6 +267,9 @@ class TablePolicy:
         self._consecutive = int(state["consecutive"])
         self._skips.extend(int(at) for at in state["skips"])
         self._rewinds = int(state["rewinds"])
+        met, taken, grace = state.get("met"), state.get("taken"), state.get("grace", (0, -1))  # absent: older
+        self._met, self._taken = None if met is None else int(met), None if taken is None else int(taken)
+        self._grace = int(grace[0]), int(grace[1])
         self._gate.load_state_dict(state["gate"])
         self._acted = {str(action): int(at) for action, at in state["acted"].items()}
         self._raised = {

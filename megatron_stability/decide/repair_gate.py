@@ -32,7 +32,8 @@ class RepairGate:
 
     Losses may be `loss` nats above, the gradient norm `norm` times, seconds a token `slow` times. A continuation that
     is worse is a LARGE verdict on its last step, and the policy escalates; one that isn't ends the comparison. Healthy
-    are applied steps without a finding.
+    are applied steps without a finding. What comes before the middle of that past is not compared: after a rewind far
+    back the loss is where it was then, above what it had come down to.
     """
 
     name = "repair_gate"
@@ -43,10 +44,12 @@ class RepairGate:
         self.target: dict[str, float] | None = None  # means before the first rewind; None: the gate is open
         self.seen: dict[str, Window] = {}
         self.steps = 0
+        self.places = Window(HISTORY)  # step numbers of the healthy past
+        self.begins = 0  # first step that is compared
 
     def inspect(self, record: StepRecord) -> Verdict | None:
         """A verdict at the end of a continuation that is worse; changes nothing."""
-        if self.target is None or self.steps + 1 < self.config.steps:
+        if self.target is None or self.steps + 1 < self.config.steps or record.step < self.begins:
             return None
         now = measures(record)
         if not now:
@@ -76,6 +79,7 @@ class RepairGate:
         if decision.advised is Action.REWIND:
             if self.target is None:
                 self.target = {name: window.mean for name, window in self.history.items()}
+                self.begins = int(self.places.mean)
             self.seen, self.steps = {}, 0
             return
         now = measures(record)
@@ -84,11 +88,18 @@ class RepairGate:
         if self.target is None:
             if not decision.verdicts:
                 self._push(self.history, now, HISTORY)
+                self.places.push(record.step)
+            return
+        if record.step < self.begins:
             return
         self._push(self.seen, now, self.config.steps)
         self.steps += 1
         if self.steps >= self.config.steps:
-            self.target, self.seen, self.steps = None, {}, 0
+            self.open()
+
+    def open(self) -> None:
+        """The comparison is over, or has lost its measure: what came back was taken as a level."""
+        self.target, self.seen, self.steps = None, {}, 0
 
     @staticmethod
     def _push(windows: dict[str, Window], now: dict[str, float], size: int) -> None:
@@ -102,6 +113,8 @@ class RepairGate:
             "target": self.target and dict(self.target),
             "seen": {name: window.state_dict() for name, window in self.seen.items()},
             "steps": self.steps,
+            "places": self.places.state_dict(),
+            "begins": self.begins,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -116,4 +129,6 @@ class RepairGate:
                 windows[str(name)].load_state_dict(window)
         target = state["target"]
         self.target = None if target is None else {str(name): float(value) for name, value in target.items()}
-        self.steps = int(state["steps"])
+        self.steps, self.begins, self.places = int(state["steps"]), int(state.get("begins", 0)), Window(HISTORY)
+        if "places" in state:  # absent: older
+            self.places.load_state_dict(state["places"])

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_stability.detect import data, grad_norm, growth, limits, loss, trend
+from megatron_stability.detect import data, grad_norm, growth, level, limits, loss, trend
 from megatron_stability.detect.base import Detector
 from megatron_stability.detect.config import Detect
+from megatron_stability.detect.expected import ExpectedChange
 from megatron_stability.detect.non_finite import NonFinite
+from megatron_stability.detect.odd import OddInput
+from megatron_stability.detect.parts import GradNormParts
 from megatron_stability.detect.rank_agreement import RankAgreement
 
 # In the order in which they inspect: finiteness and agreement before any comparison.
 DETECTORS: tuple[Any, ...] = (
     NonFinite,
     RankAgreement,
+    ExpectedChange,
     grad_norm.GradNormSpike,
+    GradNormParts,
     grad_norm.GradNormZ,
     grad_norm.GradNormCalibrated,
     loss.GradNormSpikeScore,
@@ -24,6 +29,7 @@ DETECTORS: tuple[Any, ...] = (
     loss.LossSpike,
     loss.LossMad,
     loss.LossDelta,
+    level.LossDivergence,
     loss.LossRatio,
     loss.LossSpikeScore,
     trend.LossDrift,
@@ -48,6 +54,7 @@ DETECTORS: tuple[Any, ...] = (
     limits.MoeDrops,
     growth.MoeRouterZ,
     data.BadBatch,
+    OddInput,
     growth.Throughput,
 )
 

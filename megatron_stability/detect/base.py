@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 from megatron_stability.detect.config import Early, Windowed
-from megatron_stability.detect.window import SortedWindow, Window
+from megatron_stability.detect.window import Window
 from megatron_stability.records import StepRecord, Tier, Verdict
 
 PLAUSIBLE = 1e100  # a finite loss or norm beyond this is no measurement; its square would still be finite
@@ -119,6 +119,10 @@ class BaselineDetector(ABC):
     def load_baseline(self, state: dict[str, Any]) -> None:
         """The inverse of `baseline`."""
 
+    def warms_up_for(self) -> int:
+        """Accepted values that are still to come before it can speak; 0 where it can."""
+        return 0
+
     def suspect(self, value: float, record: StepRecord) -> None:
         """Told of a value that stays out of the baseline, unless the baseline starts anew with it."""
         del value, record
@@ -190,16 +194,21 @@ class BaselineDetector(ABC):
         return finding
 
 
-class RingDetector[R: (Window, SortedWindow)](BaselineDetector):
-    """A baseline of the last W accepted values, silent until `warmup_steps` of them are there."""
+class WindowDetector(BaselineDetector):
+    """Mean and deviation of the last W accepted values; silent until `warmup_steps` of them are there."""
 
-    def __init__(self, config: Windowed, early: Early, window: R) -> None:
+    def __init__(self, config: Windowed, early: Early) -> None:
         super().__init__(early, relearn_after=config.relearn_after, persistence=config.persistence)
-        self.window: R = window
+        self.window = Window(config.window)
+        self.warmup_steps = config.warmup_steps
 
     def accept(self, value: float, record: StepRecord) -> None:
         """Into the window."""
         self.window.push(value)
+
+    def warms_up_for(self) -> int:
+        """See `BaselineDetector`."""
+        return max(self.warmup_steps - len(self.window), 0)
 
     def clear(self) -> None:
         """Empty the window."""
@@ -214,11 +223,17 @@ class RingDetector[R: (Window, SortedWindow)](BaselineDetector):
         self.window.load_state_dict(state["window"])
 
 
-class WindowDetector(RingDetector[Window]):
-    """A baseline with mean and standard deviation."""
+def blind(detectors: Sequence[Detector], step: int) -> dict[str, int]:
+    """Detectors that still lack a baseline, as after a start without saved state.
 
-    def __init__(self, config: Windowed, early: Early) -> None:
-        super().__init__(config, early, Window(config.window))
+    Args:
+        detectors: from `build`.
+        step: the next one.
+
+    Returns:
+        By name the first step at which each can speak, if every step until then is accepted.
+    """
+    return {d.name: step + left for d in detectors if isinstance(d, BaselineDetector) and (left := d.warms_up_for())}
 
 
 def silent(detectors: Sequence[Detector], available: Collection[str]) -> dict[str, tuple[str, ...]]:

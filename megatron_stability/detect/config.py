@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Self
+import re
+from typing import Any, Literal, Self, get_args
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from megatron_stability.section import Section
 
@@ -15,6 +16,50 @@ class Switch(Section):
     """A detector without parameters."""
 
     enabled: bool = True
+
+
+ChangeKind = Literal["batch_size", "sequence_length", "data", "learning_rate", "model"]
+
+
+class Expect(Switch):
+    """Changes that are meant, so that nobody undoes them."""
+
+    announced: tuple[tuple[int, ChangeKind], ...] = Field(
+        (), description="STEP:KIND,... or [[step, kind], ...]: the first step of each announced change"
+    )
+    grace_steps: int = Field(50, ge=1, description="steps after a change in which nothing is scaled or rewound")
+    reset: tuple[str, ...] = Field((), description="detectors whose saved baselines are not taken over, by name")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _short(cls, given: Any) -> Any:
+        """`expect: ["6001:data"]` in the file."""
+        return {"announced": given} if isinstance(given, str | list | tuple) else given
+
+    @field_validator("announced", mode="before")
+    @classmethod
+    def _from_text(cls, given: Any) -> Any:
+        """`STEP:KIND`, as a flag spells it, one or several."""
+        parts = given.split(",") if isinstance(given, str) else given
+        if not isinstance(parts, list | tuple):
+            raise ValueError(f"is not STEP:KIND; KIND is one of {', '.join(get_args(ChangeKind))}")
+        return [_change(part) if isinstance(part, str) else part for part in parts]
+
+    @field_validator("reset", mode="before")
+    @classmethod
+    def _known(cls, given: Any) -> Any:
+        names = given.split(",") if isinstance(given, str) else given
+        for name in names if isinstance(names, list | tuple) else ():
+            if name not in detector_names():
+                raise ValueError(f"no such detector: {str(name)[:40]}; known: {', '.join(detector_names())}")
+        return names
+
+
+def _change(text: str) -> tuple[int, str]:
+    found = re.fullmatch(r"\s*(\d{1,9}):(\w+)\s*", text)
+    if found is None or found[2] not in get_args(ChangeKind):
+        raise ValueError(f"`{text[:40]}` is not STEP:KIND; KIND is one of {', '.join(get_args(ChangeKind))}")
+    return int(found[1]), found[2]
 
 
 class Early(Section):
@@ -55,9 +100,13 @@ class LossSpike(Windowed):
 
 
 class LossMad(Windowed):
-    """Loss above median + k * 1.4826 * MAD: the same, blind to outliers within the window."""
+    """Loss above a robust local fit by k * 1.4826 * MAD of what the fit left over before."""
 
+    warmup_steps: int = Field(8, ge=2, description="accepted values before the first verdict")
+    prior: float = Field(0.1, ge=0, description="nats; a deviation below this counts as this until 50 are accepted")
     k: float = Field(6.0, gt=0, description="robust standard deviations")
+    watch: float = Field(0.5, gt=0, description="nats from which K_WATCH sigma need no persistence")
+    k_watch: float = Field(7.0, gt=0, description="robust standard deviations of a rise by WATCH nats")
     k_at_once: float = Field(14.0, gt=0, description="robust standard deviations that need no persistence")
     persistence: int = Field(2, ge=1, description="suspicious steps in a row before a verdict")
     sigma_floor: float = Field(0.005, gt=0, description="nats; a deviation below this counts as this")
@@ -73,10 +122,23 @@ class LossDelta(Windowed):
     h: float = Field(12.0, gt=0, description="cumulative sum, in standard deviations, from which a rise is watched")
     watch: float = Field(0.15, gt=0, description="nats above the baseline worth watching")
     medium: float = Field(0.3, gt=0, description="nats from which it is no longer mild")
-    severe: float = Field(0.5, gt=0, description="nats from which it is severe at once")
+    severe: float = Field(0.5, gt=0, description="nats from which it is told at once")
+    severe_steps: int = Field(20, ge=1, description="steps in a row after which it is severe")
     watch_steps: int = Field(50, ge=1, description="steps in a row above WATCH before a verdict")
     mild_steps: int = Field(200, ge=1, description="steps in a row after which it is no longer mild")
     relearn_after: int = Field(1000, ge=2, description="consecutive finite flags after which the baseline starts anew")
+
+
+class LossDivergence(Switch):
+    """Loss that has left its level and does not come back: what a rewind waits for."""
+
+    warmup_steps: int = Field(20, ge=2, description="accepted values before the first verdict")
+    nats: float = Field(0.5, gt=0, description="nats above the baseline")
+    steps: int = Field(20, ge=2, description="steps in a row above NATS")
+    amplified_nats: float = Field(1.0, gt=0, description="nats above the baseline, with a norm above AMPLIFIED")
+    amplified: float = Field(5.0, gt=1, description="x the norm's usual value, within the row")
+    amplified_steps: int = Field(10, ge=2, description="steps in a row, the last above AMPLIFIED_NATS")
+    relearn_after: int = Field(150, ge=2, description="consecutive finite flags after which the baseline starts anew")
 
 
 class LossRatio(Windowed):
@@ -103,6 +165,8 @@ class GradNormSpike(Windowed):
     ratio: float = Field(10.0, gt=1, description="flag a norm above RATIO x the running mean")
     warmup_steps: int = Field(20, ge=1, description="accepted values before the first verdict")
     floor: float = Field(1e-6, gt=0, description="a running mean below this counts as this")
+    level_after: int = Field(4, ge=2, description="such norms in a row, alike, after which one more is a new level")
+    level_spread: float = Field(4.0, gt=1, description="largest over least norm of a level")
     adam_beta2: float = Field(0.999, gt=0, lt=1, description="for the steps that Adam needs to forget the spike")
 
 
@@ -210,13 +274,23 @@ class BadBatch(Switch):
     relearn_after: int = RELEARN
 
 
+class OddInput(Switch):
+    """Input that is plainly odd: told once each."""
+
+    first_steps: int = Field(20, ge=2, description="first finite steps, by which loss and norm are judged")
+    nats: float = Field(30.0, gt=0, description="a loss always above this is not in nats a token")
+    in_period: int = Field(4, ge=3, description="withheld steps at one distance from each other that make a period")
+
+
 class Detect(Section):
     """Detectors, one section each; a section's name is its detector's name. `early` is no detector."""
 
     early: Early = Early()
     non_finite: Switch = Switch()
     rank_agreement: Switch = Switch()
+    expect: Expect = Expect()
     grad_norm_spike: GradNormSpike = GradNormSpike()
+    grad_norm_parts: GradNormSpike = GradNormSpike()
     grad_norm_z: GradNormZ = GradNormZ()
     grad_norm_calibrated: GradNormCalibrated = GradNormCalibrated()
     grad_norm_spike_score: SpikeScore = SpikeScore()
@@ -226,6 +300,7 @@ class Detect(Section):
     loss_spike: LossSpike = LossSpike()
     loss_mad: LossMad = LossMad()
     loss_delta: LossDelta = LossDelta()
+    loss_divergence: LossDivergence = LossDivergence()
     loss_ratio: LossRatio = LossRatio()
     loss_spike_score: SpikeScore = SpikeScore()
     loss_drift: Trend = Trend(rise=0.05)
@@ -250,9 +325,18 @@ class Detect(Section):
     moe_drops: Limits = Limits(watch=0.1, small=0.3, persistence=20)
     moe_router_z: Growth = Growth(window=100, warmup_steps=50, persistence=3, after_step=500)
     bad_batch: BadBatch = BadBatch()
+    odd_input: OddInput = OddInput()
     throughput: Growth = Growth(window=100, warmup_steps=20, persistence=10, watch=1.5, small=3.0, after_step=20)
+
+
+LEVEL_CHANGE = "level_change"  # what a norm detector calls a level that stays, instead of one spike after the other
 
 
 def detector_names() -> tuple[str, ...]:
     """Every detector's name, in the order of the tree."""
     return tuple(name for name in Detect.model_fields if name != "early")
+
+
+def verdict_names() -> tuple[str, ...]:
+    """Every name that a verdict can have and a rule can ask for."""
+    return *detector_names(), LEVEL_CHANGE

@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, ClassVar, NamedTuple
 
 from megatron_stability.detect import config as c
 from megatron_stability.detect.adam import steps_to_forget
-from megatron_stability.detect.base import BaselineDetector, Finding, WindowDetector
+from megatron_stability.detect.base import PLAUSIBLE, BaselineDetector, Finding, WindowDetector
 from megatron_stability.records import StepRecord, Tier, Verdict
 
 
@@ -17,14 +18,23 @@ class GradNormSpike(WindowDetector):
     """r = norm / max(mean of the last `window` accepted norms, `floor`), both before clipping.
 
     r > `ratio`: LARGE; r > `ratio` / 2: MEDIUM, more loosely in early training. The floor keeps a model whose gradient
-    is all but zero (frozen, or converged on one batch) from raising verdicts on rounding noise.
+    is all but zero (frozen, or converged on one batch) from raising verdicts on rounding noise. In early training the
+    mean is at least the median of the last RECENT accepted norms: output projections that begin at zero let the norm
+    grow by the same share every step.
+
+    A spike is one batch's; a level stays, whatever the batch. So norms that are flagged in a row are a candidate, and
+    the one after `level_after` of them that are alike (within `level_spread`) is no spike but a verdict named
+    "level_change". If its step is applied, the candidate takes the place of the baseline; a withheld one leaves
+    it as it is, for then the policy has gone back instead.
     """
 
     name = "grad_norm_spike"
+    RECENT = 5
 
     def __init__(self, config: c.GradNormSpike, early: c.Early) -> None:
         super().__init__(config, early)
         self.config = config
+        self.candidate: deque[float] = deque(maxlen=config.level_after)
 
     def value(self, record: StepRecord) -> float | None:
         """The global norm before clipping."""
@@ -33,9 +43,9 @@ class GradNormSpike(WindowDetector):
     def judge(self, value: float, record: StepRecord) -> Finding | None:
         """See the class."""
         window = self.window
-        large = self.config.ratio * max(window.mean, self.config.floor)
-        if value <= large / 2 or len(window) < self.config.warmup_steps:
+        if 2 * value <= self.config.ratio * max(window.mean, self.config.floor) or self.warms_up_for():
             return None
+        large = self.config.ratio * self._usual(record.step)
         medium = min(large, large / 2 * self.early.looseness(record.step))
         if value <= medium:
             return None
@@ -46,6 +56,58 @@ class GradNormSpike(WindowDetector):
         if steps := steps_to_forget(clipped / base, self.config.adam_beta2):
             reason += f"; applied, it would stay in Adam's second moment for {steps} steps"
         return Finding(tier, threshold, reason)
+
+    def _usual(self, step: int) -> float:
+        """The norm that others are a multiple of."""
+        recent = sorted(list(self.window.values)[-self.RECENT :]) if step < self.early.steps else []
+        return max(self.window.mean, self.config.floor, recent[len(recent) // 2] if recent else 0.0)
+
+    def _verdict(self, step: int, finding: Finding) -> Verdict | None:
+        found = super()._verdict(step, finding)
+        if found is None or self._value is None or not self._is_level(self._value, step):
+            return found
+        low, high = min(*self.candidate, self._value), max(*self.candidate, self._value)
+        reason = f"{self.name}: {len(self.candidate) + 1} norms in a row from {low:.4g} to {high:.4g} are a level, not "
+        reason += f"spikes above the running mean {self.window.mean:.4g}; applied, the baseline starts anew with them"
+        return replace(found, detector=c.LEVEL_CHANGE, reason=reason)
+
+    def _is_level(self, value: float, step: int) -> bool:
+        candidate, config = self.candidate, self.config
+        if len(candidate) < config.level_after or not config.ratio * self._usual(step) < value <= PLAUSIBLE:
+            return False
+        return max(*candidate, value) <= config.level_spread * min(*candidate, value)
+
+    def learn(self, record: StepRecord, applied: bool) -> None:
+        """As the base class; an applied level is the baseline from then on."""
+        level = None
+        if applied and self.candidate and record.finite and self._is_level(record.grad_norm, record.step):
+            level = [*self.candidate, record.grad_norm]
+        super().learn(record, applied)
+        if not self.run:
+            self.candidate.clear()  # a row is over
+        elif level is not None:
+            self.reset()
+            for norm in level * -(-self.config.warmup_steps // len(level)):  # so that it goes on judging at once
+                self.window.push(norm)
+
+    def suspect(self, value: float, record: StepRecord) -> None:
+        """Into the candidate, which is of norms in a row."""
+        if value <= PLAUSIBLE:
+            self.candidate.append(value)
+
+    def clear(self) -> None:
+        """Empty window and candidate."""
+        super().clear()
+        self.candidate.clear()
+
+    def baseline(self) -> dict[str, Any]:
+        """Window and candidate."""
+        return {**super().baseline(), "candidate": list(self.candidate)}
+
+    def load_baseline(self, state: dict[str, Any]) -> None:
+        """The inverse; older states have no candidate."""
+        super().load_baseline(state)
+        self.candidate.extend(float(norm) for norm in state.get("candidate", ()))
 
 
 class GradNormZ(BaselineDetector):
@@ -94,6 +156,10 @@ class GradNormZ(BaselineDetector):
         delta = math.log(value) - self.mean
         self.mean += (1.0 - past) * delta
         self.variance = past * (self.variance + (1.0 - past) * delta * delta)
+
+    def warms_up_for(self) -> int:
+        """See `BaselineDetector`."""
+        return max(self.config.warmup_steps - self.count, 0)
 
     def clear(self) -> None:
         """Empty."""
@@ -181,6 +247,11 @@ class GradNormCalibrated(BaselineDetector):
         if len(self.sample) >= self.config.calibration_steps:
             self.calibration = calibrate(self.sample)
             self.sample = []
+
+    def warms_up_for(self) -> int:
+        """See `BaselineDetector`."""
+        left = self.config.skip_steps - self.left_out + self.config.calibration_steps - len(self.sample)
+        return left if self.calibration is None else 0
 
     def clear(self) -> None:
         """Back to the given thresholds, or to an empty sample."""

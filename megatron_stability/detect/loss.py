@@ -6,36 +6,47 @@ from collections import deque
 from typing import Any
 
 from megatron_stability.detect import config as c
-from megatron_stability.detect.base import PLAUSIBLE, Finding, RingDetector, WindowDetector
-from megatron_stability.detect.window import SortedWindow
+from megatron_stability.detect.base import PLAUSIBLE, BaselineDetector, Finding, WindowDetector
+from megatron_stability.detect.fit import LocalFit
 from megatron_stability.records import StepRecord, Tier
 
 Z_MOST = 4.0  # standard deviations that one step may add to a cumulative sum
+NOISY = 2.0  # a median of nine is severe at this many standard deviations at least
 SIGMA_FLOOR = 0.005  # nats: a running median of a loss that has stopped moving may still move by this
 
 
-def nats_tier(nats: float) -> Tier:
-    """Severity by nats above the baseline: mild below 0.3, severe above 0.5."""
-    if nats > 0.5:
+LASTING, LONG = 20, 200  # steps in a row after which a rise is no spike any more, and no mild one
+
+
+def nats_tier(nats: float, row: int) -> Tier:
+    """Severity of a rise by nats above the baseline and by how long it has lasted: one step alone is watched.
+
+    Args:
+        nats: above the baseline.
+        row: steps in a row that it has been there, this one counted.
+    """
+    if row >= LASTING and nats > 0.5:
         return Tier.LARGE
-    return Tier.MEDIUM if nats >= 0.3 else Tier.SMALL
+    if (row >= LASTING and nats >= 0.3) or (row >= LONG and nats > 0.15):
+        return Tier.MEDIUM
+    return Tier.SMALL if row > 1 else Tier.WATCH
 
 
-def sigma_finding(value: float, base: float, sigma: float, k: float, k_at_once: float) -> Finding | None:
-    """A finding if a loss is more than k sigma above its base."""
+def sigma_finding(value: float, base: float, sigma: float, k: float, k_at_once: float, row: int = 1) -> Finding | None:
+    """A finding if a loss is more than k sigma above its base, in a row of so many steps."""
     if value <= base + k * sigma:
         return None
     nats = value - base
     reason = f"loss {value:.4f} nats is {nats:.3f} nats or {nats / sigma:.1f} sigma above its baseline {base:.4f}"
-    return Finding(nats_tier(nats), base + k * sigma, reason, at_once=nats > k_at_once * sigma)
+    return Finding(nats_tier(nats, row), base + k * sigma, reason, at_once=nats > k_at_once * sigma)
 
 
 class LossSpike(WindowDetector):
     """loss > μ + k·max(σ, `sigma_floor`), on `persistence` steps in a row or once beyond `k_at_once`.
 
-    μ, σ over the last `window` accepted losses; the tier follows the nats above μ. The floor keeps a loss that has all
-    but stopped moving from raising verdicts. k = 4 without persistence would give 0.6 false alarms in 20k steps of
-    Gaussian noise, and real noise has heavier tails.
+    μ, σ over the last `window` accepted losses; the tier follows the nats above μ and the steps in a row. The floor
+    keeps a loss that has all but stopped moving from raising verdicts. k = 4 without persistence would give 0.6 false
+    alarms in 20k steps of Gaussian noise, and real noise has heavier tails.
     """
 
     name = "loss_spike"
@@ -54,20 +65,24 @@ class LossSpike(WindowDetector):
         if value <= window.mean or len(window) < config.warmup_steps:
             return None
         sigma = max(window.std, config.sigma_floor) * self.early.looseness(record.step)
-        return sigma_finding(value, window.mean, sigma, config.k, config.k_at_once)
+        return sigma_finding(value, window.mean, sigma, config.k, config.k_at_once, self.run + 1)
 
 
-class LossMad(RingDetector[SortedWindow]):
-    """loss > median + k·max(1.4826·MAD, `sigma_floor`): as `LossSpike`, but outliers in the window don't blind it.
+class LossMad(BaselineDetector):
+    """loss > fit + median + k·max(1.4826·MAD, `sigma_floor`): what `LocalFit` leaves over, against its own past.
 
-    MAD is the median distance from the median; 1.4826 makes it σ for Gaussian noise.
+    As `LossSpike`, but outliers in the window don't blind it, nor does a loss that still falls, and beyond `watch` nats
+    `k_watch` need no persistence. MAD is the median
+    distance of the last `window` residuals from their median. Until enough are there σ is at least `prior`, so that a
+    level that begins within the first steps is not learned as noise.
     """
 
     name = "loss_mad"
 
     def __init__(self, config: c.LossMad, early: c.Early) -> None:
-        super().__init__(config, early, SortedWindow(config.window))
+        super().__init__(early, relearn_after=config.relearn_after, persistence=config.persistence)
         self.config = config
+        self.fit = LocalFit(config.window)
 
     def value(self, record: StepRecord) -> float | None:
         """The loss in nats a token."""
@@ -75,25 +90,51 @@ class LossMad(RingDetector[SortedWindow]):
 
     def judge(self, value: float, record: StepRecord) -> Finding | None:
         """See the class."""
-        config, window = self.config, self.window
-        if len(window) < config.warmup_steps:
+        config, fit = self.config, self.fit
+        if len(fit) < config.warmup_steps:
             return None
-        median = window.median
-        if value <= median + config.k * config.sigma_floor:  # the usual case, without a MAD
+        base = fit.center()
+        if value <= base + config.k * config.sigma_floor:  # the usual case, without a MAD
             return None
-        sigma = max(1.4826 * window.mad, config.sigma_floor) * self.early.looseness(record.step)
-        return sigma_finding(value, median, sigma, config.k, config.k_at_once)
+        sigma = fit.sigma(config.sigma_floor, config.prior) * self.early.looseness(record.step)
+        k_at_once = config.k_watch if value - base > config.watch else config.k_at_once
+        return sigma_finding(value, base, sigma, config.k, k_at_once, self.run + 1)
+
+    def warms_up_for(self) -> int:
+        """See `BaselineDetector`; the first value leaves no residual."""
+        return max(self.config.warmup_steps + 1 - len(self.fit.last), 0)
+
+    def accept(self, value: float, record: StepRecord) -> None:
+        """Into the fit."""
+        self.fit.push(value)
+
+    def clear(self) -> None:
+        """Empty."""
+        self.fit.clear()
+
+    def baseline(self) -> dict[str, Any]:
+        """The fit."""
+        return {"fit": self.fit.state_dict()}
+
+    def load_baseline(self, state: dict[str, Any]) -> None:
+        """The inverse; an older state holds the losses themselves."""
+        if "fit" in state:
+            self.fit.load_state_dict(state["fit"])
+            return
+        for loss in state["window"]["values"]:
+            self.fit.push(float(loss))
 
 
 class LossDelta(WindowDetector):
     """Nats between the median of the last `smooth` losses and the mean of the last `window` accepted ones.
 
     A row of steps above `watch` is WATCH once it is longer than `watch_steps`, MEDIUM if it also reaches `medium` or
-    lasts `mild_steps`; above `severe` it is LARGE at once. Smaller rises are WATCH by Page's cumulative sum (Biometrika
-    41, 1954), S ← max(0, S + min(z, 4) - k) > h, z in σ above the mean: a slow burn adds up while single bad batches,
-    which `LossSpike` reports, do not. S > h/2 is suspicious already. Losses wait `lag` steps before they enter mean and
-    σ; those that still wait when a suspicious step comes are dropped: a slow rise can neither drag the mean along
-    nor hide in σ.
+    lasts `mild_steps`; above `severe` it is WATCH at once, and LARGE in a row of `severe_steps`. These limits are at
+    least in proportion to σ, so that a noisy loss, or one that is a sum, is judged by its own scatter. Smaller rises
+    are WATCH by Page's cumulative sum (Biometrika 41, 1954), S ← max(0, S + min(z, 4) - k) > h, z in σ above the mean:
+    a slow burn adds up while single bad batches, which `LossSpike` reports, do not. S > h/2 is suspicious already.
+    Losses wait `lag` steps before they enter mean and σ; those that still wait when a suspicious step comes are
+    dropped: a slow rise can neither drag the mean along nor hide in σ.
     """
 
     name = "loss_delta"
@@ -116,9 +157,10 @@ class LossDelta(WindowDetector):
         self._sum = 0.0
         if len(window) < config.warmup_steps or len(self.recent) < config.smooth - 1:
             return None
+        loose *= max(1.0, NOISY * window.std / config.severe)
         excess, watch, total = value - window.mean, config.watch * loose, 0.0
         if self.cusum or excess > config.k * SIGMA_FLOOR:  # else the sum stays 0, whatever σ is
-            sigma = max(window.std, SIGMA_FLOOR) * loose
+            sigma = max(window.std, SIGMA_FLOOR) * self.early.looseness(record.step)
             total = min(self.cusum + min(excess / sigma, Z_MOST) - config.k, 1.5 * config.h)
             self._sum = total = max(total, 0.0)
         if total <= config.h / 2 and excess <= watch and max(self.recent) <= window.mean + watch:
@@ -128,7 +170,8 @@ class LossDelta(WindowDetector):
         row = self.run + 1
         reason = f"median loss of {len(last)} steps is {nats:.3f} nats above its baseline, for {row} steps"
         if nats > config.severe * loose:
-            return Finding(Tier.LARGE, config.severe * loose, reason)
+            tier = Tier.LARGE if row >= config.severe_steps else Tier.WATCH
+            return Finding(tier, config.severe * loose, reason)
         if nats > watch and row > config.watch_steps:
             mild = nats < config.medium * loose and row < config.mild_steps
             return Finding(Tier.WATCH if mild else Tier.MEDIUM, watch, reason)
@@ -151,6 +194,11 @@ class LossDelta(WindowDetector):
         self.waiting.append(value)
         if len(self.waiting) > self.config.lag:
             self.window.push(self.waiting.popleft())
+
+    def warms_up_for(self) -> int:
+        """See `BaselineDetector`; a loss waits `lag` steps first."""
+        left = super().warms_up_for()
+        return left and left + self.config.lag - len(self.waiting)
 
     def clear(self) -> None:
         """Empty window, queue, running median and sum."""

@@ -82,8 +82,9 @@ def refuse_what_cannot_work(config: tree.StabilityConfig, args: Namespace) -> No
     """
     if flag_rows.may_rewind(config) and (args.save is None or not config.checkpoint.manifest):
         raise UsageError(
-            "--stability-decide-rules asks for a rewind, which needs checkpoints that were proven: give --save and "
-            "--save-interval, and leave --stability-checkpoint-manifest true"
+            f"--stability-decide-rules (of preset {config.decide.preset}, or given) asks for a rewind, which needs "
+            "checkpoints that were proven: give --save and --save-interval, and leave --stability-checkpoint-manifest "
+            "true"
         )
     flag_rows.refuse(config, args)
 

@@ -103,6 +103,7 @@ class Runtime:
             policy=TablePolicy(config.decide, config.mode),
             sinks=self.sinks,
             episodes=Episodes(detectors, config.decide.quiet_steps),
+            afresh=config.detect.expect.reset,
         )
 
     @property
@@ -132,8 +133,7 @@ class Runtime:
         self.checkpoints.train_begins(model, optimizer, opt_param_scheduler)
         self.rewinds.refuse_a_loop(self.ledger_folder())
         device = torch.device("cuda", torch.cuda.current_device()) if _on_gpu() else torch.device("cpu")
-        group = dist.group.WORLD
-        self.model, self.optimizer = model, optimizer
+        group, self.model, self.optimizer = dist.group.WORLD, model, optimizer
         complaint = install_digest.missing_names() or self._make_hooks(device) or self._open_ledger()
         install_digest.compare(group, self.config, complaint)
         self.rewinds.train_begins(

@@ -367,7 +367,7 @@ class Job:
         for step in range(1, scenario.steps + 1):
             total = summed(gradients(self.data, scenario, step, [weights] * scenario.world)[1])
             norm = float(total.norm())
-            mean = statistics.fmean(norms) if len(norms) >= WARM_UP else math.inf
+            mean = max(statistics.fmean(norms), statistics.median(norms[-5:])) if len(norms) >= WARM_UP else math.inf
             if not math.isfinite(norm) or norm > 10.0 * mean:
                 left_out.add(step)
                 continue

@@ -11,13 +11,13 @@ import pytest
 
 from ci import flags_page
 from megatron_stability import cli
-from megatron_stability.config import dest, flag, leaves
+from megatron_stability.config import ALIASES, dest, flag, leaves
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md", *sorted((ROOT / "docs").rglob("*.md"))]
 _DOCS = (ast.Module, ast.ClassDef, ast.FunctionDef)
 # Flags of the tree that are not leaves.
-OTHER_FLAGS = {"--stability-config"}
+OTHER_FLAGS = {"--stability-config", *ALIASES.values()}
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)

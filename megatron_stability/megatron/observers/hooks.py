@@ -11,7 +11,7 @@ import torch
 from megatron.core import parallel_state
 
 from megatron_stability.config import StabilityConfig
-from megatron_stability.detect.base import Detector, silent
+from megatron_stability.detect.base import Detector, blind, silent
 from megatron_stability.errors import UsageError
 from megatron_stability.megatron.access import master_weights
 from megatron_stability.megatron.access.collectives import gather_json
@@ -195,11 +195,15 @@ def say(args: Namespace, what: str) -> None:
 
 
 def say_what_is_silent(args: Namespace, detectors: Sequence[Detector], available: Collection[str]) -> Collection[str]:
-    """One line on the detectors whose signals no hook of this run measures; returns their names."""
+    """A line on detectors whose signals no hook measures, and one on those still blind; returns the former's names."""
     lacking = silent(detectors, available)
     if lacking:
         names = ", ".join(f"{name} ({', '.join(missing)})" for name, missing in lacking.items())
         say(args, f"detectors without their signals in this run: {names}")
+    begins = blind([detector for detector in detectors if detector.name not in lacking], args.iteration + 1)
+    if begins and args.iteration > 0:
+        names = ", ".join(f"{name} until step {step}" for name, step in begins.items())
+        say(args, f"detectors without a baseline, as after a start without saved state: {names}")
     return lacking
 
 

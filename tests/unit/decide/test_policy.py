@@ -289,7 +289,7 @@ def test_joined_detectors_must_agree_within_the_given_steps() -> None:
         ({"action": "rewind", "generations": 1, "skip_steps": 1, "factor": 0.5}, "together or not at all"),
         ({"action": "skip", "factor": 0.5, "steps": 3}, "takes no factor"),
         ({"action": "skip", "generations": 2}, "takes no generations"),
-        ({"action": "scale_lr", "factor": 1.5, "steps": 3}, "less than 1"),
+        ({"action": "scale_lr", "factor": 1.5, "steps": 3}, "below 1"),
         ({"action": "skip", "detector": "loss_spike+nothing"}, "no such detector: nothing"),
     ],
 )
@@ -418,5 +418,5 @@ def test_a_window_of_samples_has_an_order(window: tuple[int, int], fine: bool) -
 
 
 def test_a_rule_for_a_detector_unlike_any_other_lists_them_all() -> None:
-    with pytest.raises(ValueError, match="known: non_finite, rank_agreement, grad_norm_spike"):
+    with pytest.raises(ValueError, match="known: non_finite, rank_agreement, expect, grad_norm_spike"):
         rule("zzz", Tier.LARGE, action=Action.SKIP)

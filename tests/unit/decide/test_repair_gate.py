@@ -153,3 +153,13 @@ def test_held_out_loss_is_the_mean_over_sets_and_of_nothing_else() -> None:
     assert measures(step(1, loss=2.0)) == {"loss": 2.0, "gradient norm": 1.0}
     assert measures(step(1, loss=math.nan)) == measures(step(1, tokens=0.0)) == {}
     assert measures(step(1, grad_norm=1e101)) == {"loss": 2.0}
+
+
+def test_a_continuation_far_back_is_compared_from_the_middle_of_the_past_on() -> None:
+    """Where the loss still falls, it is above the past's mean for a while, and rightly so."""
+    falls = {i: 3.0 - 0.01 * min(i, 100) for i in range(1, 121)}
+    policy = TablePolicy(Decide(rules=RULES, gate=Gate(steps=10)), "act")
+    for i in range(1, 101):
+        take(policy, step(i, **{**HEALTHY, "loss": falls[i]}))
+    assert take(policy, step(101, loss=9.0), verdict()) is Action.REWIND
+    assert {take(policy, step(i, **{**HEALTHY, "loss": falls[i]})) for i in range(1, 121)} == {Action.APPLY}

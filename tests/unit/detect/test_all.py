@@ -86,7 +86,9 @@ def test_delta_in_nats_from_watch_over_mild_to_severe() -> None:
     assert mild[0] == (55, Tier.WATCH)  # the 51st step on which the median of 9 is above
     assert [tier for _, tier in mild].index(Tier.MEDIUM) == 149  # the 200th
     assert after(0.4, 60)[0] == (55, Tier.MEDIUM)
-    assert after(0.8, 10)[0] == (5, Tier.LARGE)
+    severe = after(0.8, 30)
+    assert severe[0] == (5, Tier.WATCH)
+    assert severe[[tier for _, tier in severe].index(Tier.LARGE)][0] == 24  # the 20th
     assert after(0.8, 4) == []  # one bad batch, or four, is no change of the median
 
 
@@ -210,7 +212,7 @@ number = st.one_of(
     st.floats(0.0, 20.0),
     st.sampled_from([0.0, 1e100, 1.7e308, -1.7e308, math.nan, -math.inf, 5e-324]),
 )
-names = sorted(name.replace("<set>", "web") for name in SIGNALS)
+names = sorted(name.replace("<set>", "web").replace("<part>", "adam") for name in SIGNALS)
 observations = st.lists(
     st.tuples(number, number, st.dictionaries(st.sampled_from(names), number, max_size=8), st.booleans()), max_size=60
 )
@@ -225,6 +227,7 @@ SMALL = c.Detect(
     loss_spike=c.LossSpike(window=5, warmup_steps=2, relearn_after=4),
     loss_mad=c.LossMad(window=5, warmup_steps=2, relearn_after=4),
     loss_delta=c.LossDelta(window=5, warmup_steps=2, lag=3, smooth=3, watch_steps=2, relearn_after=6),
+    loss_divergence=c.LossDivergence(warmup_steps=2, steps=4, relearn_after=12),
     loss_ratio=c.LossRatio(window=5, warmup_steps=2, relearn_after=4),
     loss_spike_score=c.SpikeScore(window=6, warmup_steps=2, alert=0.1, relearn_after=4),
     loss_drift=c.Trend(block=2, blocks=10, rise=0.1),

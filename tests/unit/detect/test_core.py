@@ -6,6 +6,7 @@ import json
 import math
 import random
 import statistics
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -118,9 +119,12 @@ def test_loss_spike_by_sigma_with_tier_by_nats() -> None:
     detector = loss_module.LossSpike(LossSpike(persistence=1), LATE)
     feed(detector, [noisy(i) for i in range(1, 201)])
     assert detector.inspect(step(201, loss=2.05)) is None
-    assert detector.inspect(step(201, loss=2.2)).tier is Tier.SMALL
-    assert detector.inspect(step(201, loss=2.4)).tier is Tier.MEDIUM
-    assert detector.inspect(step(201, loss=9.0)).tier is Tier.LARGE
+    assert detector.inspect(step(201, loss=9.0)).tier is Tier.WATCH
+    for rise, worst in ((2.0, Tier.LARGE), (0.4, Tier.MEDIUM), (0.2, Tier.SMALL)):
+        other = loss_module.LossSpike(LossSpike(persistence=1), LATE)
+        feed(other, [noisy(i) for i in range(1, 201)])
+        tiers = [v.tier for v in feed(other, [step(200 + i, loss=2.0 + rise) for i in range(1, 31)]) if v]
+        assert (tiers[0], tiers[18], tiers[19]) == (Tier.WATCH, Tier.SMALL, worst)
     assert detector.inspect(step(201, loss=1.0)) is None
 
 
@@ -187,11 +191,46 @@ def test_a_loss_from_2_to_9_nats_is_flagged_while_token_counts_vary() -> None:
 def test_a_level_shift_is_reported_and_learned() -> None:
     detector = grad_norm_module.GradNormSpike(GradNormSpike(warmup_steps=5, relearn_after=10), LATE)
     feed(detector, [step(i) for i in range(1, 31)])
-    shifted = [step(i, grad_norm=math.nan if i == 35 else 100.0) for i in range(31, 61)]
+    shifted = [step(i, grad_norm=math.nan if i == 35 else 8.0) for i in range(31, 61)]  # between half the ratio and it
     verdicts = feed(detector, shifted, skip=False)
     assert flagged(verdicts) == [i for i in range(31, 42) if i != 35]  # the NaN step neither counts nor interrupts
     assert [v.step for v in verdicts if v and "level shift" in v.reason] == [41]
-    assert detector.window.mean == 100.0
+    assert detector.window.mean == 8.0
+
+
+def spikes(norms: list[float], **config: Any) -> tuple[Any, list[str | None]]:
+    """The detector after 30 norms of about 1 and then these, of which flagged ones are withheld but for a level."""
+    detector = grad_norm_module.GradNormSpike(GradNormSpike(**config), LATE)
+    feed(detector, [step(i, grad_norm=1.0 + gauss(i, 0.1)) for i in range(1, 31)])
+    names: list[str | None] = []
+    for i, norm in enumerate(norms, 31):
+        record = step(i, grad_norm=norm)
+        verdict = detector.inspect(record)
+        names.append(verdict and verdict.detector)
+        detector.learn(record, applied=record.finite and names[-1] != "grad_norm_spike")
+    return detector, names
+
+
+def test_a_norm_that_stays_is_a_level_before_the_skip_budget_ends() -> None:
+    detector, names = spikes([12.0 + gauss(i, 1.0) for i in range(60)])
+    assert names == ["grad_norm_spike"] * 4 + ["level_change"] + [None] * 55
+    assert detector.window.mean == pytest.approx(12.0, rel=0.05)
+    assert spikes([12.0, math.nan, 11.0, 13.0, 12.0, 12.0])[1][-1] == "level_change"
+    assert spikes([15.0] * 5 + [200.0])[1][-1] == "grad_norm_spike"  # the new level is judged by at once
+
+
+def test_norms_unlike_each_other_and_single_ones_are_no_level() -> None:
+    assert set(spikes([12.0, 40.0, 170.0, 700.0, 3000.0, 12000.0] * 3)[1]) == {"grad_norm_spike"}
+    assert "level_change" not in spikes([15.0, 15.0, 15.0, 15.0, 1.0] * 5)[1]
+
+
+def test_a_level_that_is_not_applied_is_not_learned() -> None:
+    detector, _ = spikes([12.0] * 4)
+    mean, record = detector.window.mean, step(35, grad_norm=12.0)
+    assert detector.inspect(record).detector == "level_change"
+    detector.learn(record, applied=False)
+    assert detector.window.mean == mean
+    assert detector.inspect(step(36, grad_norm=12.0)).detector == "level_change"
 
 
 anything = st.one_of(
@@ -265,11 +304,21 @@ def test_the_log_norms_tiers_follow_sigma() -> None:
 
 
 @pytest.mark.parametrize(
-    ("nats", "tier"),
-    [(0.29, Tier.SMALL), (0.3, Tier.MEDIUM), (0.5, Tier.MEDIUM), (0.501, Tier.LARGE), (0.9, Tier.LARGE)],
+    ("nats", "row", "tier"),
+    [
+        (9.0, 1, Tier.WATCH),
+        (9.0, 2, Tier.SMALL),
+        (0.51, 19, Tier.SMALL),
+        (0.51, 20, Tier.LARGE),
+        (0.5, 20, Tier.MEDIUM),
+        (0.3, 20, Tier.MEDIUM),
+        (0.29, 199, Tier.SMALL),
+        (0.29, 200, Tier.MEDIUM),
+        (0.15, 200, Tier.SMALL),
+    ],
 )
-def test_tiers_by_nats(nats: float, tier: Tier) -> None:
-    assert loss_module.nats_tier(nats) is tier
+def test_a_tier_follows_nats_and_how_long_they_last(nats: float, row: int, tier: Tier) -> None:
+    assert loss_module.nats_tier(nats, row) is tier
 
 
 def test_a_spike_leaves_the_share_when_its_window_has_passed() -> None:
