@@ -64,9 +64,9 @@ def said(text: str) -> str:
 _ALWAYS = frozenset({"apikey", "secret", "secrets", "password", "passwd", "passphrase", "pwd", "credential"})
 _ALWAYS_PAIRS = frozenset({("api", "key"), ("access", "key"), ("private", "key"), ("signing", "key")})
 _AT_END = frozenset({"key", "token", "auth", "authorization", "cookie", "credentials", "bearer", "pat"})
-# Of a tokenizer, of JSON and of sorting: no secrets.
+# Of a tokenizer, of JSON and of sorting, and of what is measured a token: no secrets.
 _HARMLESS = frozenset({"eod", "eos", "bos", "pad", "unk", "cls", "sep", "mask", "fim", "prefix", "middle", "suffix"})
-_HARMLESS |= {"jsonl", "text", "sort", "special", "image", "per"}
+_HARMLESS |= {"jsonl", "text", "sort", "special", "image", "per", "a"}
 # Variables of schedulers, shells and libraries, whose values are names, versions and switches.
 _KNOWN = re.compile(
     r"(SLURM|PMIX?|OMPI|TORCH|PYTORCH|NCCL|CUDA|CUBLAS|NVIDIA|NVTE|PYTHON|PYTEST|LC|LS|LESS|XDG|DBUS|KUBERNETES|CONDA|"

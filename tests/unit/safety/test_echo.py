@@ -133,3 +133,9 @@ def test_no_artefact_of_a_run_holds_a_planted_secret(tmp_path: Path, capsys: pyt
     bundle = next(path for path in written if path.name == "incident.json").read_text()
     assert PLANTED["MY_THING"] not in json.loads(bundle)["context"]["args"].values()
     assert json.loads(bundle)["context"]["args"]["lr"] == 1
+
+
+def test_what_is_measured_a_token_stays() -> None:
+    """The state of a policy has a window of seconds a token; masked, it could not be loaded again."""
+    state = {"gate": {"seconds a token": {"values": [0.5]}, "seconds_per_token": [1.0]}}
+    assert echo.masked(state) == state
