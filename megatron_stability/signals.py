@@ -15,8 +15,6 @@ SIGNALS: Mapping[str, str] = MappingProxyType(
         "step_seconds": "wall time from the step's begin to its gate, maximum over ranks; seconds",
         "held_out": "number of sets evaluated at this step; present on the steps that evaluate only",
         "held_out/<set>": "validation loss of one set, beside `held_out`; nats a token",
-        "grad_norm/optimizers": "parts of a chained optimizer whose norms are beside it",
-        "grad_norm/optimizer/<part>": "L2 gradient norm of what one of them updates, before clipping",
         "grad_norm/layer_max": "largest L2 gradient norm of one decoder layer, over all stages",
         "grad_norm/layer_max/at": "its 1-based number",
         "grad_norm/layer_median": "median of the decoder layers' L2 gradient norms, over all stages",
@@ -52,5 +50,3 @@ SIGNALS: Mapping[str, str] = MappingProxyType(
 )
 HELD_OUT = "held_out"
 SETS = "held_out/"
-OPTIMIZERS = "grad_norm/optimizers"
-PARTS = "grad_norm/optimizer/"

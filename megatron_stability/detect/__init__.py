@@ -10,7 +10,6 @@ from megatron_stability.detect.config import Detect
 from megatron_stability.detect.expected import ExpectedChange
 from megatron_stability.detect.non_finite import NonFinite
 from megatron_stability.detect.odd import OddInput
-from megatron_stability.detect.parts import GradNormParts
 from megatron_stability.detect.rank_agreement import RankAgreement
 
 # In the order in which they inspect: finiteness and agreement before any comparison.
@@ -19,7 +18,6 @@ DETECTORS: tuple[Any, ...] = (
     RankAgreement,
     ExpectedChange,
     grad_norm.GradNormSpike,
-    GradNormParts,
     grad_norm.GradNormZ,
     grad_norm.GradNormCalibrated,
     loss.GradNormSpikeScore,

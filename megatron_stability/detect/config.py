@@ -290,7 +290,6 @@ class Detect(Section):
     rank_agreement: Switch = Switch()
     expect: Expect = Expect()
     grad_norm_spike: GradNormSpike = GradNormSpike()
-    grad_norm_parts: GradNormSpike = GradNormSpike()
     grad_norm_z: GradNormZ = GradNormZ()
     grad_norm_calibrated: GradNormCalibrated = GradNormCalibrated()
     grad_norm_spike_score: SpikeScore = SpikeScore()

@@ -212,7 +212,7 @@ number = st.one_of(
     st.floats(0.0, 20.0),
     st.sampled_from([0.0, 1e100, 1.7e308, -1.7e308, math.nan, -math.inf, 5e-324]),
 )
-names = sorted(name.replace("<set>", "web").replace("<part>", "adam") for name in SIGNALS)
+names = sorted(name.replace("<set>", "web") for name in SIGNALS)
 observations = st.lists(
     st.tuples(number, number, st.dictionaries(st.sampled_from(names), number, max_size=8), st.booleans()), max_size=60
 )

@@ -20,7 +20,6 @@ from megatron_stability.detect.expected import ExpectedChange
 from megatron_stability.detect.level import LossDivergence
 from megatron_stability.detect.loss import LossMad
 from megatron_stability.detect.odd import OddInput
-from megatron_stability.detect.parts import GradNormParts
 from megatron_stability.errors import UsageError
 from megatron_stability.pipeline import Pipeline
 from megatron_stability.records import Action, Decision, StepRecord, Tier
@@ -204,19 +203,6 @@ def test_steps_withheld_with_a_period_name_their_data() -> None:
     told = [v for d in run(one, records) for v in d.verdicts if v.detector == "odd_input"]
     assert [verdict.step for verdict in told] == [161]
     assert "every 20 steps, first samples 792, 952, 1112, 1272" in told[0].reason
-
-
-def test_a_part_of_the_optimizer_is_judged_by_its_own_norm() -> None:
-    def parts(i: int, adam: float) -> StepRecord:
-        signals = {"grad_norm/optimizers": 2.0, "grad_norm/optimizer/muon": 1e3, "grad_norm/optimizer/adam": adam}
-        return step(i, grad_norm=math.hypot(1e3, adam), signals=signals)
-
-    detector = GradNormParts(c.GradNormSpike(), LATE)
-    assert flagged(feed(detector, [parts(i, 0.3) for i in range(1, 101)])) == []
-    found = detector.inspect(parts(101, 300.0))
-    assert (found.tier, found.value) == (Tier.LARGE, pytest.approx(1000.0))
-    assert "of adam" in found.reason
-    assert detector.inspect(step(101, grad_norm=1e6)) is None  # not measured
 
 
 def test_blind_detectors_say_until_which_step() -> None:
