@@ -32,6 +32,7 @@ class OddInput:
     def __init__(self, config: c.OddInput, early: c.Early) -> None:
         del early  # it looks at the first steps on purpose
         self.config = config
+        self.lowest, self.highest = 0.0, 0.0
         self.reset()
 
     def inspect(self, record: StepRecord) -> Verdict | None:
