@@ -48,7 +48,7 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.12",
     packages=find_packages(include=["megatron_stability", "megatron_stability.*"]),
-    package_data={"megatron_stability": ["py.typed", "report/*.html", "report/*.css", "megatron/access/*.tsv"]},
+    package_data={"megatron_stability": ["py.typed", "report/*.html", "report/*.css", "megatron/access/flags/*.tsv"]},
     data_files=patch_files(),
     install_requires=["pydantic>=2.9", "PyYAML>=6.0", "rich>=13", "packaging>=24", "safetensors>=0.5", "xxhash>=3.5"],
     extras_require={

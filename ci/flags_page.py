@@ -10,13 +10,14 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from megatron_stability.megatron.access import flag_rows
-from megatron_stability.megatron.access.argument_table import Argument, Effect, own_effects, table
+from megatron_stability.megatron.access.flags import flag_rows
+from megatron_stability.megatron.access.flags.argument_table import Argument, Effect, own_effects, table
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "flags.md"
 HEAD = """# Megatron's flags beside the plugin
 
-Made by `ci/flags_page.py` from the rows that the code reads: `access/flag_rows.py` for a start, `access/arguments.tsv`
+Made by `ci/flags_page.py` from the rows that the code reads: `access/flags/flag_rows.py` for a start,
+`access/flags/arguments.tsv`
 for a resume. What the plugin's own model settings can't be with is in prevention.md.
 """
 RESUME = {

@@ -9,8 +9,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from megatron_stability.megatron.patching.by_anchor import read_files, refusal
-from megatron_stability.megatron.patching.known import known_json
+from megatron_stability.megatron.patching.anchor.by_anchor import read_files, refusal
+from megatron_stability.megatron.patching.anchor.known import known_json
 from megatron_stability.megatron.patching.patch_set import patches_root
 from megatron_stability.megatron.patching.series import Placed, render
 from megatron_stability.megatron.patching.tree import detect_version

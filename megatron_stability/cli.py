@@ -42,7 +42,7 @@ COMMANDS = (
     Command("prepare-data", "megatron_stability.megatron.start.prepare_data", "run", "make data files from text"),
     Command("checkpoint", "megatron_stability.checkpoints.command", "run", "list, verify, drill checkpoints"),
     Command(
-        "cadence", "megatron_stability.checkpoints.cadence_command", "run", "how often to save, from measured costs"
+        "cadence", "megatron_stability.checkpoints.cadence.command", "run", "how often to save, from measured costs"
     ),
     Command("report", "megatron_stability.report.command", "run", "write the HTML report of a run"),
     Command(

@@ -119,6 +119,13 @@ class Lineage:
         """Where training stands: what the next save continues."""
         return self._after(self.counter)
 
+    @property
+    def at_the_beginning(self) -> bool:
+        """Whether nothing was saved since a start from the beginning, or ever."""
+        if self.counter in self._to:
+            return self._to[self.counter] is None
+        return self.counter == 0 and not self._saves
+
     @cached_property
     def surviving(self) -> tuple[Place, ...]:
         """The trajectory, newest first."""

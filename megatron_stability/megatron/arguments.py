@@ -9,7 +9,8 @@ import torch
 from megatron_stability import config as tree
 from megatron_stability.errors import UsageError
 from megatron_stability.megatron import cpu
-from megatron_stability.megatron.access import apex, flag_rows, handle
+from megatron_stability.megatron.access import apex, handle
+from megatron_stability.megatron.access.flags import flag_rows
 from megatron_stability.megatron.fp8.flags import refuse_inactive_fp8
 from megatron_stability.megatron.model import settings
 

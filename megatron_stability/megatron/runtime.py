@@ -30,7 +30,7 @@ from megatron_stability.errors import EXIT_HALTED, EXIT_REWIND, UsageError
 from megatron_stability.ledger.bundle import Bundles
 from megatron_stability.ledger.ledger import Ledger
 from megatron_stability.megatron import evidence
-from megatron_stability.megatron.access import losses, optimizer_state
+from megatron_stability.megatron.access import optimizer_state
 from megatron_stability.megatron.access.host import Host
 from megatron_stability.megatron.checkpoint.checkpoints import Checkpoints
 from megatron_stability.megatron.checkpoint.rewind import Rewinds
@@ -38,6 +38,7 @@ from megatron_stability.megatron.checkpoint.run_files import RunFiles
 from megatron_stability.megatron.model import init
 from megatron_stability.megatron.model.loss import HeadLoss, real_vocab_size
 from megatron_stability.megatron.observers import hooks as weight_hooks
+from megatron_stability.megatron.observers import losses
 from megatron_stability.megatron.observers.batches import skip_ahead
 from megatron_stability.megatron.observers.log_z import LogZHook
 from megatron_stability.megatron.patching import install_digest
@@ -297,8 +298,7 @@ class Runtime:
             if should_exit:
                 self.ending(exit_code, evidence.RERUN_VERDICTS.get(exit_code, "Megatron's train_step asked for it"))
             return should_checkpoint, should_exit, exit_code
-        record, decision = self._step
-        reason = decision.reason
+        (record, decision), reason = self._step, self._step[1].reason
         if decision.action is Action.REWIND:
             outcome = self.rewinds.carry_out(record, decision, self._load_own_state)
             if outcome == "rewound":

@@ -14,7 +14,7 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from megatron_stability.megatron.access.argument_table import OWN_SPEC
+from megatron_stability.megatron.access.flags.argument_table import OWN_SPEC
 from megatron_stability.megatron.access.handle import SLOT, Slot
 from megatron_stability.megatron.access.speaks import one_sentence
 

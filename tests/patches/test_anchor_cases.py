@@ -8,7 +8,7 @@ import pytest
 
 from megatron_stability.errors import UsageError
 from megatron_stability.megatron.patching import on_disk
-from megatron_stability.megatron.patching.place import State
+from megatron_stability.megatron.patching.anchor.place import State
 from megatron_stability.megatron.patching.survey import survey
 from megatron_stability.megatron.patching.tree import State as TreeState
 from tests.patches.patch_tools import contents

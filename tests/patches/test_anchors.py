@@ -11,13 +11,13 @@ import pytest
 
 from megatron_stability.errors import UsageError
 from megatron_stability.megatron.patching import on_disk
-from megatron_stability.megatron.patching.by_anchor import PATHS, read_files
+from megatron_stability.megatron.patching.anchor.by_anchor import PATHS, read_files
+from megatron_stability.megatron.patching.anchor.known import known_json
+from megatron_stability.megatron.patching.anchor.seam_table import SEAMS
+from megatron_stability.megatron.patching.anchor.splice import closed, opened
 from megatron_stability.megatron.patching.diff import parse_patch, read_text
-from megatron_stability.megatron.patching.known import known_json
 from megatron_stability.megatron.patching.patch_headers import HEADERS
-from megatron_stability.megatron.patching.seam_table import SEAMS
 from megatron_stability.megatron.patching.series import Placed, render
-from megatron_stability.megatron.patching.splice import closed, opened
 from megatron_stability.megatron.patching.survey import survey
 from megatron_stability.megatron.patching.tree import State as TreeState
 from megatron_stability.megatron.patching.tree import read_tree

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron_stability.megatron.patching import needs
-from megatron_stability.megatron.patching.needs import missing_needs
-from megatron_stability.megatron.patching.needs_table import ATTRIBUTES
+from megatron_stability.megatron.patching.adapter import needs
+from megatron_stability.megatron.patching.adapter.needs import missing_needs
+from megatron_stability.megatron.patching.adapter.needs_table import ATTRIBUTES
 from tests.patches.patch_tools import stock_megatrons
 
 PACKAGE = Path(needs.__file__).parents[2]

@@ -13,9 +13,9 @@ from patch_tools import PATCHED, STOCK, contents, write, write_series
 
 import megatron_stability
 from megatron_stability.megatron.patching import on_disk
+from megatron_stability.megatron.patching.anchor.seam_table import SEAMS
 from megatron_stability.megatron.patching.command import run
 from megatron_stability.megatron.patching.patch_headers import HEADERS
-from megatron_stability.megatron.patching.seam_table import SEAMS
 from megatron_stability.megatron.patching.tree import installed_root
 from tests.patches.small_megatron import FILES, GPT, small_megatron
 

@@ -30,7 +30,8 @@ from megatron.core import parallel_state
 
 from megatron_stability.config import StabilityConfig
 from megatron_stability.errors import UsageError
-from megatron_stability.megatron.access import cuda_graphs, master_weights
+from megatron_stability.megatron.access import master_weights
+from megatron_stability.megatron.access.flags import cuda_graphs
 from megatron_stability.megatron.attention import attention_layers
 from megatron_stability.megatron.attention.attention_layers import AttentionLayer
 from megatron_stability.megatron.attention.monitor import AttentionMonitor, Maxima

@@ -27,8 +27,9 @@ from megatron_stability.megatron.access import collectives, optimizer_state, ran
 from megatron_stability.megatron.access.data_iterators import DataIterators
 from megatron_stability.megatron.access.host import Host
 from megatron_stability.megatron.access.rank_state import Replicated
-from megatron_stability.megatron.checkpoint import acceptance, choose, shares, starts_anew, training_args
+from megatron_stability.megatron.checkpoint import shares
 from megatron_stability.megatron.checkpoint.failed_save import Failure, SaveError, attempt, tell
+from megatron_stability.megatron.checkpoint.resume import acceptance, choose, starts_anew, training_args
 from megatron_stability.megatron.checkpoint.run_files import RunFiles
 from megatron_stability.megatron.checkpoint.trajectory import Trajectory
 from megatron_stability.megatron.fp8.flags import active_transformer_engine

@@ -66,7 +66,7 @@ class Rewinds:
             HaltedError: on every rank alike; `--ckpt-step` tries all the same.
         """
         found: RunState | None = collectives.from_rank_0(lambda: run_state.read(folder))
-        if found is None or found.status != "halt" or found.attempt is None or self._args.ckpt_step:
+        if found is None or found.status != "halt" or found.attempt is None or getattr(self._args, "ckpt_step", None):
             return
         if found.attempt.place == self._checkpoints.trajectory.loads and found.attempt.starts >= MAX_STARTS:
             step = found.attempt.place.step

@@ -22,7 +22,7 @@ from megatron_stability.data.blends import DataSet, data_sets
 from megatron_stability.data.fingerprint import Look
 from megatron_stability.errors import UsageError
 from megatron_stability.megatron.access.collectives import from_rank_0
-from megatron_stability.megatron.checkpoint import training_args
+from megatron_stability.megatron.checkpoint.resume import training_args
 
 SEARCH_S = 60.0  # how long a rank may look for an id beyond the vocabulary, once there is one
 REMEDY = "train with the vocabulary that the data were made with (--vocab-size, --tokenizer-model), or other data"

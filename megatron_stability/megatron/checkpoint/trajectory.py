@@ -1,7 +1,7 @@
 """Where a run stands among the checkpoints of its `--save` folder, and what rank 0 records of it there.
 
 A start is recorded with its first step, once everything that may refuse it is behind; a run that never trains records
-nothing. What was saved and is not on the way to where training stands is left behind (`record/lineage.py`).
+nothing. What was saved and is not on the way to where training stands is left behind (`checkpoints/lineage.py`).
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from megatron_stability.checkpoints.manifest import Manifest
 from megatron_stability.config import Checkpoint
 from megatron_stability.errors import UsageError
 from megatron_stability.megatron.access.collectives import from_rank_0
-from megatron_stability.megatron.checkpoint.choose import Chosen
 from megatron_stability.megatron.checkpoint.failed_save import Failure, attempt, tell
+from megatron_stability.megatron.checkpoint.resume.choose import Chosen
 
 
 class Trajectory:
@@ -82,7 +82,8 @@ class Trajectory:
         if root is None or self._args.iteration > 0 or self._config.new_lineage:
             return
         survey, tracker = Survey(root), generations.read_tracker(root)
-        stock = tracker is not None and not any(each.manifest is not None for each in survey.found)
+        named = generations.folder_of(root, tracker) if isinstance(tracker, int) else root / "release"
+        stock = tracker is not None and named.is_dir() and not any(each.manifest for each in survey.found)
         if survey.candidates or stock:
             newest = survey.candidates[0].folder.name if survey.candidates else f"{TRACKER} {tracker}"
             raise UsageError(
@@ -145,7 +146,7 @@ class Trajectory:
         survey = Survey(root)
         lineage, known = survey.lineage, survey.lineage.history
         self._at, self._counter = place, lineage.counter
-        if place == lineage.head:
+        if place == lineage.head if place is not None else lineage.at_the_beginning:
             updated = known
         else:
             updated = known.branched(place, why, lineage.counter)

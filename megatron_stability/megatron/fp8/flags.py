@@ -5,8 +5,8 @@ from __future__ import annotations
 from argparse import Namespace
 
 from megatron_stability.errors import UsageError
-from megatron_stability.megatron.access import cuda_graphs
-from megatron_stability.megatron.access.argument_table import names_own_spec
+from megatron_stability.megatron.access.flags import cuda_graphs
+from megatron_stability.megatron.access.flags.argument_table import names_own_spec
 from megatron_stability.numerics.fp8.config import Fp8
 
 _RECIPES = ("delayed", "tensorwise", "blockwise", "mxfp8")

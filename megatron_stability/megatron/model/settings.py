@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 from megatron_stability.config import StabilityConfig, flag
 from megatron_stability.errors import UsageError
-from megatron_stability.megatron.access import cuda_graphs
-from megatron_stability.megatron.access.argument_table import names_own_spec, query_groups
+from megatron_stability.megatron.access.flags import cuda_graphs
+from megatron_stability.megatron.access.flags.argument_table import names_own_spec, query_groups
 from megatron_stability.megatron.model import embedding_clip
 from megatron_stability.numerics.config import Model
 from megatron_stability.numerics.init_std import d_model_std

@@ -13,9 +13,10 @@ from megatron.core import parallel_state
 from megatron_stability.config import StabilityConfig
 from megatron_stability.detect.base import Detector, silent
 from megatron_stability.errors import UsageError
-from megatron_stability.megatron.access import cuda_graphs, master_weights
+from megatron_stability.megatron.access import master_weights
 from megatron_stability.megatron.access.collectives import gather_json
 from megatron_stability.megatron.access.data_iterators import DataIterators
+from megatron_stability.megatron.access.flags import cuda_graphs
 from megatron_stability.megatron.access.host import Host
 from megatron_stability.megatron.attention import qk_clip
 from megatron_stability.megatron.checkpoint.run_files import RunFiles

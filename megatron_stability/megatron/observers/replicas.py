@@ -26,7 +26,8 @@ from megatron.core.utils import unwrap_model
 
 from megatron_stability.config import StabilityConfig
 from megatron_stability.errors import UsageError
-from megatron_stability.megatron.access import cuda_graphs, rank_state
+from megatron_stability.megatron.access import rank_state
+from megatron_stability.megatron.access.flags import cuda_graphs
 from megatron_stability.megatron.access.optimizer_state import ForwardState
 from megatron_stability.observe.config import Replicas as Settings
 from megatron_stability.observe.fingerprint import digest

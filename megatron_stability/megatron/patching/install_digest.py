@@ -14,7 +14,7 @@ from packaging.version import Version
 import megatron_stability
 from megatron_stability.config import StabilityConfig
 from megatron_stability.errors import UsageError
-from megatron_stability.megatron.patching.needs import missing_needs
+from megatron_stability.megatron.patching.adapter.needs import missing_needs
 from megatron_stability.megatron.patching.tree import installed_root, read_bridge, read_tree
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron_stability.megatron.patching.anchors import Header
+from megatron_stability.megatron.patching.anchor.anchors import Header
 
 HEADERS = {
     1: Header(

@@ -6,12 +6,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
+from megatron_stability.megatron.patching.anchor.insertions import Insertion
+from megatron_stability.megatron.patching.anchor.place import Placement
+from megatron_stability.megatron.patching.anchor.seam_table import NEW_FILE, NEW_TEXT
+from megatron_stability.megatron.patching.anchor.splice import spliced
 from megatron_stability.megatron.patching.diff import to_bytes
-from megatron_stability.megatron.patching.insertions import Insertion
 from megatron_stability.megatron.patching.patch_headers import HEADERS
-from megatron_stability.megatron.patching.place import Placement
-from megatron_stability.megatron.patching.seam_table import NEW_FILE, NEW_TEXT
-from megatron_stability.megatron.patching.splice import spliced
 
 _CONTEXT = 1
 _NEW_FILE_PATCH = 1

@@ -7,13 +7,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_stability.megatron.patching import by_anchor
-from megatron_stability.megatron.patching.by_anchor import FileState
+from megatron_stability.megatron.patching.adapter.needs import Missing, missing_needs
+from megatron_stability.megatron.patching.anchor import by_anchor
+from megatron_stability.megatron.patching.anchor.by_anchor import FileState
+from megatron_stability.megatron.patching.anchor.known import Known, function_digest, known_seams, nearest_release
+from megatron_stability.megatron.patching.anchor.place import Placement, State
+from megatron_stability.megatron.patching.anchor.seam_table import NEW_FILE
 from megatron_stability.megatron.patching.diff import to_bytes
-from megatron_stability.megatron.patching.known import Known, function_digest, known_seams, nearest_release
-from megatron_stability.megatron.patching.needs import Missing, missing_needs
-from megatron_stability.megatron.patching.place import Placement, State
-from megatron_stability.megatron.patching.seam_table import NEW_FILE
 from megatron_stability.megatron.patching.series import Placed, render
 from megatron_stability.megatron.patching.tree import detect_version
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from packaging.version import InvalidVersion, Version
 
 from megatron_stability.errors import UsageError
-from megatron_stability.megatron.patching import by_anchor
+from megatron_stability.megatron.patching.anchor import by_anchor
 from megatron_stability.megatron.patching.diff import ContextError, read_text
 from megatron_stability.megatron.patching.patch_set import PatchSet, load_patch_set, patches_root, supported_versions
 

@@ -101,8 +101,8 @@ class Expected:
 
     def proves(self, made: Made) -> bool:
         """Whether an update is known to have come after it."""
-        later = (m for m in self.made if m.on_disk and m.applied > made.step and m is not made)
-        return made.proven or any(made in m.line() for m in later)
+        later = (m for m in self.made if m.proven or (m.on_disk and m.applied > made.step and m is not made))
+        return any(made in m.line() for m in later)
 
     def doubtful(self, made: Made) -> bool:
         """Whether a streak of withheld steps began at it or before it, and no update came after it."""
@@ -171,8 +171,8 @@ class Job:
         from megatron_stability.config import Checkpoint, StabilityConfig
         from megatron_stability.errors import UsageError
         from megatron_stability.megatron.access.host import Host
-        from megatron_stability.megatron.checkpoint import choose
         from megatron_stability.megatron.checkpoint.checkpoints import Checkpoints
+        from megatron_stability.megatron.checkpoint.resume import choose
 
         self.save, self.chosen = save, ""
         self.args = Namespace(save=str(save), ckpt_step=ckpt_step, iteration=0, finetune=False, skip_train=False)
@@ -246,7 +246,7 @@ class Sequence:
         self.told = [Expected(), Expected()]
         self.keep = self.chance.choice([0, 0, 1, 2])
         self.starts = self.refusals = self.deaths = 0
-        self.after_death = False
+        self.after_death = [False, False]  # a save or a start of the folder's last job was cut short
         for folder in self.roots:
             folder.mkdir(parents=True)
 
@@ -288,7 +288,9 @@ class Sequence:
 
     def edit(self, which: int) -> None:
         told = self.told[which]
-        if self.after_death:  # between a save's two last writes nobody can tell an edit back from a tracker that lags
+        if self.after_death[
+            which
+        ]:  # between a save's two last writes nobody can tell an edit back from a tracker that lags
             return
         step = self.chance.choice([made.step for made in told.made] + [98])
         known = (told.tracker, told.stands.step if told.stands is not None else None)
@@ -301,13 +303,13 @@ class Sequence:
     def prune(self, which: int) -> None:
         told = self.told[which]
         gone = self.chance.choice(sorted(told.plain.values(), key=lambda made: made.name) or [None])
-        if gone is not None and not self.after_death:
+        if gone is not None and not self.after_death[which]:
             shutil.rmtree(self.roots[which] / f"iter_{gone.step:07d}")
             told.removed(gone)
 
     def damage(self, which: int) -> None:
         told = self.told[which]
-        if told.survivors() and not self.after_death:
+        if told.survivors() and not self.after_death[which]:
             hurt = told.survivors()[0]
             (self.roots[which] / f"iter_{hurt.step:07d}" / "name").write_text(hurt.name + " and more")
             hurt.damaged = True
@@ -328,7 +330,7 @@ class Sequence:
             assert self._bytes() == before, "a start that was refused changed something"
             self.refusals += 1
             return
-        assert not refused, "not refused"
+        assert not refused, f"{job.chosen} was not refused"
         assert job.chosen == ("" if expected is None else expected.name)
         self.starts += 1
         if self.chance.random() < 0.1:
@@ -346,14 +348,15 @@ class Sequence:
                 job.first_step()
         except Killed:
             self.deaths += 1
-            self.after_death = True
+            self.after_death[which] = True
             if self._branches(root) != branches or began is told.stands:
                 told.goes_on(began)
             tracker = self._tracker(root)
-            told.edited = (tracker is not None and tracker != told.tracker) or told.edited
+            moved = tracker is not None and tracker not in (told.tracker, self._noted(root))
+            told.edited = moved or (told.edited and tracker is not None)  # where it moved first, it says where to
             told.tracker = tracker
             return False
-        self.after_death = False
+        self.after_death[which] = False
         if began is not None or told.stands is not None:
             told.goes_on(began)
         return True
@@ -387,7 +390,7 @@ class Sequence:
                 job.saves(name)
         except Killed:
             self.deaths += 1
-            self.after_death = True
+            self.after_death[which] = True
             is_new = (folder / "name").is_file() and (folder / "name").read_text() == name
             if is_new and (folder / MARKER).exists():
                 told.saved(name, job.step, **streak, keep=0)
@@ -402,6 +405,12 @@ class Sequence:
     def _tracker(self, root: Path) -> int | None:
         path = root / TRACKER
         return int(path.read_text()) if path.exists() else None
+
+    def _noted(self, root: Path) -> int | None:
+        """What a tracker that lags would say: one that says the same is not known from it."""
+        path = root / HISTORY
+        noted: int | None = json.loads(path.read_text())["tracker"] if path.exists() else None
+        return noted
 
     def _branches(self, root: Path) -> int:
         path = root / HISTORY

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_stability.checkpoints import cadence, cadence_command
-from megatron_stability.checkpoints.cadence import Costs
+from megatron_stability.checkpoints.cadence import command, formulas
+from megatron_stability.checkpoints.cadence.formulas import Costs
 from megatron_stability.errors import UsageError
 from megatron_stability.ledger import ledger
 from megatron_stability.records import Action, Decision, StepRecord
@@ -21,35 +21,35 @@ BASIC = ["--save-seconds", "40", "--restart-seconds", "600"]
 @given(M=st.floats(1e3, 1e6), ratio=st.floats(1e-5, 0.3))
 def test_daly_is_near_the_optimum_of_the_exact_model(M: float, ratio: float) -> None:
     C = M * ratio
-    best = min(cadence.expected_lost_share(T, C, 0.0, M) for T in [M * 1.02**k for k in range(-500, 120)])
-    assert cadence.expected_lost_share(cadence.daly(C, M), C, 0.0, M) <= best * 1.01 + 1e-9
+    best = min(formulas.expected_lost_share(T, C, 0.0, M) for T in [M * 1.02**k for k in range(-500, 120)])
+    assert formulas.expected_lost_share(formulas.daly(C, M), C, 0.0, M) <= best * 1.01 + 1e-9
 
 
 def test_daly_meets_young_for_cheap_saves_and_the_mtbf_for_dear_ones() -> None:
-    assert cadence.daly(1e-3, 1e6) == pytest.approx(cadence.young(1e-3, 1e6), rel=1e-4)
-    assert cadence.daly(2e3, 1e3) == cadence.daly(5e3, 1e3) == 1e3
+    assert formulas.daly(1e-3, 1e6) == pytest.approx(formulas.young(1e-3, 1e6), rel=1e-4)
+    assert formulas.daly(2e3, 1e3) == formulas.daly(5e3, 1e3) == 1e3
 
 
 @pytest.mark.parametrize(("C", "R", "M"), [(40.0, 0.0, 28800.0), (40.0, 600.0, 28800.0), (5.0, 60.0, 3600.0)])
 def test_the_simulation_agrees_with_the_exact_model(C: float, R: float, M: float) -> None:
     costs = Costs(save_s=C, mtbf_s=M, restart_s=R)
-    for T in (cadence.daly(C, M) / 4, cadence.daly(C, M), cadence.daly(C, M) * 4):
-        simulated = cadence.simulated_lost_shares(costs, [T], seed=1)[0]
-        assert simulated == pytest.approx(cadence.expected_lost_share(T, C, R, M), rel=0.03)
+    for T in (formulas.daly(C, M) / 4, formulas.daly(C, M), formulas.daly(C, M) * 4):
+        simulated = formulas.simulated_lost_shares(costs, [T], seed=1)[0]
+        assert simulated == pytest.approx(formulas.expected_lost_share(T, C, R, M), rel=0.03)
 
 
 def test_detection_delay_costs_its_share_and_the_seed_decides() -> None:
     quick, late = (Costs(save_s=10, mtbf_s=7200, silent=s, delay_s=1800) for s in (0.0, 0.5))
-    T = [cadence.daly(10, 7200)]
-    assert cadence.simulated_lost_shares(late, T, 3) == cadence.simulated_lost_shares(late, T, 3)
-    useful = [1 - cadence.simulated_lost_shares(costs, T, 3)[0] for costs in (quick, late)]
+    T = [formulas.daly(10, 7200)]
+    assert formulas.simulated_lost_shares(late, T, 3) == formulas.simulated_lost_shares(late, T, 3)
+    useful = [1 - formulas.simulated_lost_shares(costs, T, 3)[0] for costs in (quick, late)]
     assert useful[0] / useful[1] == pytest.approx((7200 + 0.5 * 1800) / 7200, rel=0.02)
 
 
 def test_json_names_the_least_lost_hours(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     page = tmp_path / "cadence.html"
     argv = [*BASIC, "--mtbf-hours", "8", "--step-seconds", "6", "--json", "--out", str(page)]
-    assert cadence_command.run(argv) == 0
+    assert command.run(argv) == 0
     document = json.loads(capsys.readouterr().out)
     least = min(point["lost_hours"] for point in document["curve"])
     assert document["intervals"]["simulated"]["lost_hours"] == pytest.approx(least)
@@ -68,7 +68,7 @@ def test_failures_are_counted_in_a_ledger(tmp_path: Path, capsys: pytest.Capture
                 )
                 book.write(record, Decision(step=step, action=Action.APPLY, advised=Action.APPLY, reason=""))
     argv = [*BASIC, "--ledger", str(tmp_path), "--step-seconds", "3", "--json"]
-    assert cadence_command.run(argv) == 0
+    assert command.run(argv) == 0
     assert json.loads(capsys.readouterr().out)["costs"]["mtbf_s"] == 200 * 3 / 1
 
 
@@ -91,14 +91,14 @@ def test_costs_are_measured_by_the_times_of_a_ledgers_lines(
                 if step % 10 == 0:
                     book.saving(step)
                     now[0] += 5.0
-    assert cadence_command.run(["--ledger", str(tmp_path), "--json"]) == 0
+    assert command.run(["--ledger", str(tmp_path), "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
     costs = document["costs"]
     assert (costs["save_s"], costs["interference_s"], costs["restart_s"]) == (5.0, 1.0, 60.0)
     assert costs["mtbf_s"] == pytest.approx((3 * (25 * 2.0 + 2 * 5.0) + 5 * 2 * 0.5) / 2, abs=2)
     assert document["intervals"]["daly"]["steps"] == round(document["intervals"]["daly"]["seconds"] / 2)
     with pytest.raises(UsageError, match="--save-seconds"):
-        cadence_command.run(["--mtbf-hours", "8"])
+        command.run(["--mtbf-hours", "8"])
 
 
 @pytest.mark.parametrize(
@@ -117,4 +117,4 @@ def test_costs_are_measured_by_the_times_of_a_ledgers_lines(
 )
 def test_bad_input_is_one_sentence(extra: list[str], named: str) -> None:
     with pytest.raises(UsageError, match=named):
-        cadence_command.run([*BASIC, *extra])
+        command.run([*BASIC, *extra])

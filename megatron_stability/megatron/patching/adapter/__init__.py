@@ -1,0 +1,1 @@
+"""What the adapter itself needs of a Megatron tree."""

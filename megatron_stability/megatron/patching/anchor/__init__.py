@@ -1,0 +1,1 @@
+"""Seams by anchor: found on the syntax tree, spliced into the text."""
