@@ -29,7 +29,7 @@ def refuse(
     release: str = "0.19.2",
 ) -> str | None:
     from megatron_stability.config import StabilityConfig
-    from megatron_stability.megatron.checkpoint import changes
+    from megatron_stability.megatron.checkpoint.resume import changes
 
     known: dict[str, Any] = {"training": saved, "versions": {"megatron_core": release}} | Read(DATA).known()
     try:
