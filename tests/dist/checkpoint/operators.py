@@ -17,6 +17,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tests.dist.checkpoint.files_read import Read
+
 TRACKER, MARKER, HISTORY = "latest_checkpointed_iteration.txt", "stability_complete", "stability_lineage.json"
 
 
@@ -181,7 +183,7 @@ class Job:
         config = StabilityConfig(checkpoint=Checkpoint(new_lineage=anew, keep=keep))
         host = Host()
         host.finish_saves = lambda: None  # type: ignore[method-assign]
-        self.checkpoints = Checkpoints(config, self.args, host)
+        self.checkpoints = Checkpoints(config, self.args, Read(), host)
         self.trajectory = self.checkpoints.trajectory
         try:
             if load is not None:
