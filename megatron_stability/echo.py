@@ -155,8 +155,9 @@ def masked_values(text: str) -> str:
 
 def _without_value(found: re.Match[str]) -> str:
     value = found["value"].strip("'\"")
-    hide = is_secret_name(found["name"]) and value and value != "None" and not _NUMBER.fullmatch(value)
-    return f"{found['name']}{found['sign']}{MASK}" if hide else found.group()
+    name = found["name"]  # `key=value` by itself speaks of a form
+    hide = name != "key" and is_secret_name(name) and value and value != "None" and not _NUMBER.fullmatch(value)
+    return f"{name}{found['sign']}{MASK}" if hide else found.group()
 
 
 class _Secrets(NamedTuple):

@@ -66,7 +66,7 @@ REFUSED = (
     (MOCK + "scale_down: {stability: {mode: act, modus: 1}}", "stability.modus is not a known key"),
     (MOCK + "scale_down: 3", "has no scale_down section of keys"),
     ("dataset: {mock: true, data_path: x}", "would train on mock data; drop one"),
-    ("dataset: {data_path: nowhere/corpus}", "nowhere/corpus.idx does not exist"),
+    ("dataset: {data_path: nowhere/corpus}\n" + SHAPE, "nowhere/corpus.idx does not exist"),
     (MOCK + SHAPE + "  qk_clip: true", "use stability.qk_clip.enabled instead"),
     (MOCK, "model.num_layers 0: must be at least 1"),
     (MOCK + SHAPE + "  num_query_groups: 3", "is not a multiple of model.num_query_groups 3"),
