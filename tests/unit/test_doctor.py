@@ -34,6 +34,8 @@ def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "packages"
     folder.mkdir()
     monkeypatch.setenv("PYTHONPATH", str(folder))
+    # A module that is written again within a second, as long as before, would be read from its old bytecode.
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
     return folder
 
 
