@@ -116,9 +116,10 @@ class Pipeline[Local]:
         for learn in self._learn:
             learn(record, applied)
         self.policy.settle(decision)
+        changes = self.episodes.settle(record, decision)  # first, so that what is written of the step counts it
         for sink in self.sinks:
             sink.write(record, decision)
-        for change, episode in self.episodes.settle(record, decision):
+        for change, episode in changes:
             for sink in self.sinks:
                 if isinstance(sink, EpisodeSink):
                     sink.write_episode(change, episode)

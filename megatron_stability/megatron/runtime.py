@@ -150,8 +150,8 @@ class Runtime:
         idle = weight_hooks.say_what_is_silent(self._args, self._pipeline.detectors, self._reduction.signals)
         self._pipeline = self._pipeline.without(idle)
         self._forward_state = optimizer_state.ForwardState(model)
-        curves = self.config.observe.attention.head_curves
-        self._writers = MegatronWriters(self.host, self.config.record.tensorboard, curves)
+        shown = self.config.record.tensorboard, self.config.observe.attention.head_curves
+        self._writers = MegatronWriters(self.host, self._pipeline.episodes, *shown)
         self.sinks.append(self._writers)
         for line in opening(self.config, self.ledger_folder()):
             print_rank_last(said(f"> megatron-stability: {line}"))

@@ -13,6 +13,7 @@ from megatron.training import print_rank_last
 from megatron_stability.decide.episodes import sentence
 from megatron_stability.echo import said
 from megatron_stability.megatron.access.host import Host
+from megatron_stability.pipeline import Grouping
 from megatron_stability.records import Action, AttentionTable, Change, Decision, Episode, StepRecord
 from megatron_stability.report.attention_curves import curves
 
@@ -20,11 +21,18 @@ from megatron_stability.report.attention_curves import curves
 class MegatronWriters:
     """A `pipeline.Sink`; writes on the rank where Megatron has a writer, and nowhere else."""
 
-    def __init__(self, host: Host, enabled: bool, head_curves: bool) -> None:
-        """`host` has the writers; the rest as `record.tensorboard` and `observe.attention.head_curves` say."""
-        self._host, self._enabled, self._head_curves = host, enabled, head_curves
+    def __init__(self, host: Host, episodes: Grouping, enabled: bool, head_curves: bool) -> None:
+        """Takes what it writes with, and what it writes of.
+
+        Args:
+            host: has the writers.
+            episodes: the run's, which knows what is open.
+            enabled: `record.tensorboard`.
+            head_curves: `observe.attention.head_curves`.
+        """
+        self._host, self._episodes = host, episodes
+        self._enabled, self._head_curves = enabled, head_curves
         self._generation = 0  # rewinds of this process
-        self._open: set[str] = set()
         self._step = 0
         self._count: Counter[str] = Counter()  # of the episodes that opened, by detector
         self._worst: dict[str, Episode] = {}
@@ -43,7 +51,7 @@ class MegatronWriters:
             "stability/action": float(decision.action.precedence),
             "stability/advised": float(decision.advised.precedence),
             "stability/verdicts": float(len(decision.verdicts)),
-            "stability/open-episodes": float(len(self._open)),
+            "stability/open-episodes": float(len(self._episodes.open)),
         } | {f"stability/{name}": value for name, value in record.signals.items()}
         self._write(scalars, record.step)
 
@@ -66,13 +74,12 @@ class MegatronWriters:
 
     def write_episode(self, change: Change, episode: Episode) -> None:
         """A line on the log, and a text at the step."""
-        (self._open.discard if change is Change.CLOSED else self._open.add)(episode.detector)
         self._count[episode.detector] += change is Change.OPENED
         worst = self._worst.get(episode.detector)
         if worst is None or episode.tier.severity >= worst.tier.severity:
             self._worst[episode.detector] = episode
-        text = sentence(change, episode)
-        print_rank_last(said(f" stability: step {self._step} episode: {text}"))
+        text = said(sentence(change, episode))
+        print_rank_last(f" stability: step {self._step} episode: {text}")
         if not self._enabled:
             return
         writer, wandb = self._host.writers()
@@ -83,8 +90,9 @@ class MegatronWriters:
 
     def close(self) -> None:
         """The last word: each detector that spoke, how often, and at its worst."""
+        still_open = {episode.detector for episode in self._episodes.open}
         for detector, worst in sorted(self._worst.items(), key=lambda item: -item[1].tier.severity):
-            still = ", still open" if detector in self._open else ""
+            still = ", still open" if detector in still_open else ""
             times = f"{self._count[detector]} episode{'s' * (self._count[detector] != 1)}{still}"
             print_rank_last(said(f" stability: {detector}: {times}; worst ({worst.tier}): {worst.reason}"))
 
@@ -114,5 +122,5 @@ def _next_run(wandb: Any, step: int, generation: int) -> None:
     try:
         wandb.init(**settings)
     except wandb.errors.Error as error:
-        print(f"> megatron-stability: W&B goes on offline after the rewind: {error}", flush=True)
+        print(said(f"> megatron-stability: W&B goes on offline after the rewind: {error}"), flush=True)
         wandb.init(mode="offline", **settings)

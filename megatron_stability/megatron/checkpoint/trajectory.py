@@ -14,6 +14,7 @@ from megatron_stability.checkpoints.generations import TRACKER, Survey
 from megatron_stability.checkpoints.lineage import History, Place
 from megatron_stability.checkpoints.manifest import Manifest
 from megatron_stability.config import Checkpoint
+from megatron_stability.echo import said
 from megatron_stability.errors import UsageError
 from megatron_stability.megatron.access.collectives import from_rank_0
 from megatron_stability.megatron.checkpoint.failed_save import Failure, attempt, tell
@@ -284,4 +285,4 @@ def _point_at(root: Path, step: int) -> None:
 
 
 def _say(text: str) -> None:
-    print(f"> megatron-stability: {text}", flush=True)
+    print(said(f"> megatron-stability: {text}"), flush=True)

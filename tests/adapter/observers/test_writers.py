@@ -1,4 +1,4 @@
-"""What W&B and TensorBoard are told of a rewind."""
+"""What W&B and TensorBoard are told of a rewind and of open episodes."""
 
 from __future__ import annotations
 
@@ -8,9 +8,14 @@ from typing import Any, cast
 import pytest
 import torch
 
+from megatron_stability.decide.config import Decide
+from megatron_stability.decide.episodes import Episodes
+from megatron_stability.decide.policy import TablePolicy
 from megatron_stability.megatron.access.host import Host
 from megatron_stability.megatron.observers import losses
 from megatron_stability.megatron.writers import MegatronWriters
+from megatron_stability.pipeline import Pipeline
+from megatron_stability.records import StepRecord, Tier, Verdict
 
 pytestmark = pytest.mark.megatron
 
@@ -41,7 +46,7 @@ def test_each_rewind_begins_a_run_of_the_same_group(reachable: bool) -> None:
     wandb = FakeWandb(reachable)
     first = wandb.run
     host = cast(Host, SimpleNamespace(writers=lambda: (None, wandb)))
-    writers = MegatronWriters(host, enabled=False, head_curves=False)
+    writers = MegatronWriters(host, Episodes([], 50), enabled=False, head_curves=False)
     writers.rewound(8)
     writers.rewound(4)
     assert first.summary == {"stability/undone_after_step": 8}
@@ -63,3 +68,30 @@ def test_a_line_without_an_applied_step_has_no_loss() -> None:
     sums = {"advanced iterations": 1, "skipped iterations": 1, "nan iterations": 0, "lm loss": torch.ones(1)}
     losses.leave_out_those_of_no_step(sums)
     assert "lm loss" in sums
+
+
+class Always:
+    """A detector that has something to say of every step."""
+
+    name, requires = "always", ()
+
+    def inspect(self, record: StepRecord) -> Verdict:
+        return Verdict(detector="always", tier=Tier.WATCH, step=record.step, value=2.0, threshold=1.0, reason="so")
+
+    def learn(self, record: StepRecord, applied: bool) -> None: ...
+
+
+def test_what_is_open_is_counted_from_its_first_step_and_after_a_resume(capsys: pytest.CaptureFixture[str]) -> None:
+    scalars: list[tuple[str, float, int]] = []
+    board = SimpleNamespace(add_scalar=lambda *row: scalars.append(row), add_text=lambda *row: None)
+    host = cast(Host, SimpleNamespace(writers=lambda: (board, None)))
+    record = StepRecord(step=7, first_sample=0, samples=1, tokens=8.0, loss=2.0, grad_norm=1.0)
+    first, resumed = Episodes([], 50), Episodes([], 50)
+    for episodes in (first, resumed):
+        writers = MegatronWriters(host, episodes, enabled=True, head_curves=False)
+        resumed.load_state_dict(first.state_dict())
+        pipeline = Pipeline(lambda seen: seen, [Always()], TablePolicy(Decide(), "act"), [writers], episodes)
+        pipeline.finish(*pipeline.decide(record))
+    assert [row for row in scalars if "open" in row[0]] == [("stability/open-episodes", 1.0, 7)] * 2
+    writers.close()
+    assert "always opened (watch), incident 7: so" in capsys.readouterr().out
