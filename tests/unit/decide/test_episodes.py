@@ -139,3 +139,21 @@ def test_sentences_carry_the_numbers() -> None:
     assert sentence(change, episode) == (
         "loss_delta closed (large), incident 7: steps 7 to 7, 1 verdict, worst 3.5 against 1: value 3.5"
     )
+
+
+def test_a_verdict_in_between_starts_the_looks_anew() -> None:
+    of, name = episodes(), "attention/max_logit"
+    high = verdict(100, detector="attention_logits")
+    told(of, 100, high, **{name: 200.0})
+    told(of, 300, **{name: 10.0})
+    told(of, 400, verdict(400, detector="attention_logits"), **{name: 200.0})
+    assert told(of, 600, **{name: 10.0}) == []
+    assert changes(told(of, 700, **{name: 10.0})) == ["closed attention_logits"]
+
+
+def test_worse_is_measured_from_what_was_told_last() -> None:
+    of = episodes()
+    told(of, 1, verdict(1, 2.0))
+    assert changes(told(of, 2, verdict(2, 5.1))) == ["worsened loss_delta"]  # 4.1 thresholds beyond
+    assert told(of, 3, verdict(3, 8.0)) == []
+    assert changes(told(of, 4, verdict(4, 18.0))) == ["worsened loss_delta"]

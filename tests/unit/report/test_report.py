@@ -338,3 +338,14 @@ def test_an_episode_stands_in_table_json_and_page(tmp_path, capsys) -> None:
     assert (curve.x[0], curve.y[0], curve.x[-1], curve.y[-1]) == (1, 10.0, 30, 300.0)
     assert "attention/max_logit, judged by attention_logits" in str(figure.layout.annotations)
     assert "<script>alert" not in out.read_text()
+
+
+def test_two_detectors_that_open_in_one_step_are_two_episodes_of_one_incident(tmp_path) -> None:
+    fields = {"incident": 3, "first_step": 3, "last_step": 3, "tier": Tier.WATCH, "value": 2.0, "threshold": 1.0}
+    with Ledger.open(tmp_path / "run", resume_step=0, resume_sample=0, run_info=INFO) as ledger:
+        write(ledger, 1)
+        for detector in ("loss_spike", "loss_mad"):
+            ledger.write_episode(Change.OPENED, Episode(detector=detector, verdicts=1, reason="high", **fields))
+    shown = RunView.from_ledger(tmp_path / "run").summary()
+    assert [episode["detector"] for episode in shown["episodes"]] == ["loss_spike", "loss_mad"]
+    assert shown["incidents"] == 1

@@ -139,3 +139,8 @@ def test_what_is_measured_a_token_stays() -> None:
     """The state of a policy has a window of seconds a token; masked, it could not be loaded again."""
     state = {"gate": {"seconds a token": {"values": [0.5]}, "seconds_per_token": [1.0]}}
     assert echo.masked(state) == state
+
+
+def test_key_equals_value_speaks_of_a_form() -> None:
+    assert echo.masked_text("'model.num_layers' is not key=value") == "'model.num_layers' is not key=value"
+    assert echo.masked_text("api_key=abc") == "api_key=***"
