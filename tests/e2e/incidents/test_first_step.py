@@ -29,13 +29,14 @@ def logged(context: Context, flags: tuple[str, ...], log: Path) -> int:
     return jobs.train(context, flags)[0]
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("release", RELEASES)
+CASES = [(release, optimizer) for release in RELEASES for optimizer in OPTIMIZERS]
+CASES.remove(("0.18.2", "muon"))  # the same code as 0.19.2's
+
+
+@pytest.mark.parametrize(("release", "optimizer"), CASES)
 def test_a_save_after_a_first_step_that_was_skipped(
     pools: dict[tuple[str, str], Pool], tmp_path: Path, release: str, optimizer: str
 ) -> None:
-    if (release, optimizer) == ("0.18.2", "muon"):
-        pytest.skip("the same code as 0.19.2's")
     (flags, world), pool = OPTIMIZERS[optimizer], pools[release, "patched"]
     whole = (*ACT, *flags, *faults(1), "--save", str(tmp_path / "whole"))
     assert pool.run(logged, whole, tmp_path / "log", world=world, timeout=120) == [0] * world
