@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import xxhash
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue, TypeAdapter, ValidationError
 
 from megatron_stability import files
 from megatron_stability.echo import masked, said
@@ -56,6 +56,7 @@ class RunEntry(Entry):
     versions: dict[str, Said] = {}
     layout: dict[str, int] = {}
     data: dict[str, Said] = {}  # seed, and what identifies the data; equal for runs that may be compared
+    settings: dict[str, JsonValue] = {}  # what decides what is learnt, by Megatron's names and ours, where not default
     trimmed_bytes: int = 0  # of a torn last line, removed at this opening
 
 

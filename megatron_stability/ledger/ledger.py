@@ -16,6 +16,7 @@ import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from megatron_stability import files
 from megatron_stability.errors import UsageError
@@ -50,6 +51,7 @@ class RunInfo:
     versions: Mapping[str, str]
     layout: Mapping[str, int]  # tensor_model_parallel_size, pipeline_model_parallel_size, ...
     data: Mapping[str, str] = field(default_factory=dict)  # seed, data files, ...
+    settings: Mapping[str, Any] = field(default_factory=dict)  # JSON values; those at their defaults may be left out
 
 
 class Ledger:
@@ -125,6 +127,7 @@ class Ledger:
                 versions=dict(info.versions),
                 layout=dict(info.layout),
                 data=dict(info.data),
+                settings=dict(info.settings),
                 trimmed_bytes=trimmed,
             )
         )

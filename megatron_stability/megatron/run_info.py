@@ -5,6 +5,7 @@ from __future__ import annotations
 from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -12,7 +13,9 @@ import megatron_stability
 from megatron_stability.config import StabilityConfig
 from megatron_stability.ledger.bundle import Context, plain_args
 from megatron_stability.ledger.ledger import RunInfo
+from megatron_stability.megatron.access.flags import argument_table
 from megatron_stability.megatron.access.host import Host
+from megatron_stability.megatron.checkpoint.resume.training_args import training
 from megatron_stability.megatron.patching import install_digest
 
 # What two runs must share to have seen the same samples in the same order.
@@ -24,12 +27,20 @@ _DATA = (
 
 
 def run_info(config: StabilityConfig, args: Namespace) -> RunInfo:
-    """Mode, versions, layout and data, for the ledger."""
+    """Mode, versions, layout, data and settings, for the ledger."""
     names = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "data_parallel_size")
     layout = {name: int(getattr(args, name)) for name in names} | {"world_size": int(args.world_size)}
     versions = {"megatron_stability": megatron_stability.__version__, "torch": torch.__version__}
     data = {name: str(getattr(args, name, None)) for name in _DATA}
-    return RunInfo(mode=config.mode, versions=versions | install_digest.versions(), layout=layout, data=data)
+    versions |= install_digest.versions()
+    return RunInfo(mode=config.mode, versions=versions, layout=layout, data=data, settings=_settings(config, args))
+
+
+def _settings(config: StabilityConfig, args: Namespace) -> dict[str, Any]:
+    """What decides what is learnt, save what is at its default: a line of the ledger, not a copy of the parser."""
+    table, own = argument_table.table(), argument_table.own_settings(StabilityConfig())
+    default = {name: row.newest_default for name, row in table.items()} | own
+    return {name: value for name, value in training(args, config).items() if value != default.get(name)}
 
 
 def bundle_context(config: StabilityConfig, args: Namespace, host: Host) -> Context:

@@ -92,6 +92,7 @@ def test_every_sample_has_one_fate_over_a_kill(pool: Pool, tmp_path: Path) -> No
     view = entries.read(tmp_path / "stability")
     assert fates.audit(view) == []
     assert [(run.generation, run.resumed_step) for run in view.runs] == [(1, 0), (2, 4)]
+    assert all(run.settings["num_layers"] == 2 and "model.z_loss" not in run.settings for run in view.runs)
     assert [step.step for step in view.undone] == [5, 6]
     assert [(step.step, step.first_sample) for step in view.surviving] == [(i + 1, BATCH * i) for i in range(12)]
     assert [step.step for step in view.surviving if step.fate == "skipped"] == [3, 9, 10]
