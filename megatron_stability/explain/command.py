@@ -7,6 +7,7 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
@@ -15,11 +16,13 @@ from rich.table import Table
 from megatron_stability import files
 from megatron_stability.errors import EXIT_FINDING, EXIT_FINE, UsageError
 from megatron_stability.explain.post_mortem import post_mortem
+from megatron_stability.explain.replay import RESULT
 from megatron_stability.explain.rules import Class
 from megatron_stability.explain.scene import Scene
 from megatron_stability.explain.triage import SHOWN, Hypothesis, Triage, triage
 from megatron_stability.ledger import bundle
-from megatron_stability.ledger.entries import FILE, LedgerView, read
+from megatron_stability.ledger.entries import LedgerView, read
+from megatron_stability.report.runview import ledger_of
 
 
 def run(argv: Sequence[str]) -> int:
@@ -36,7 +39,14 @@ def run(argv: Sequence[str]) -> int:
     """
     options = _parser().parse_args(argv)
     view, number = _opened(options.run, options.step)
-    found = triage(Scene.at(view, number))
+    replayed = None if options.replay is None else _replayed(options.replay)
+    if replayed is not None:
+        number = int(replayed["step"]) if number is None else number
+        if number != replayed["step"]:
+            raise UsageError(
+                f"--replay {options.replay}: is of step {replayed['step']}, not {number}; leave out the step"
+            )
+    found = triage(Scene.at(view, number, replayed))
     name = str(options.run)
     if options.post_mortem:
         _write(options.post_mortem, post_mortem(found, name))
@@ -53,8 +63,24 @@ def _opened(path: Path, step: int | None) -> tuple[LedgerView, int | None]:
     if (path / bundle.JSON).exists():
         incident = bundle.read_bundle(path).incident
         return read(path.parent), incident.step if step is None else step
-    nested = path / "stability"
-    return read(nested if not (path / FILE).exists() and (nested / FILE).exists() else path), step
+    return ledger_of(path), step
+
+
+def _replayed(folder: Path) -> dict[str, Any]:
+    """The result in a replay's folder."""
+    path = folder / RESULT if folder.is_dir() else folder
+    try:
+        found = files.read_json(path)
+        fields = {"name": str, "failure": str, "present": bool, "equal": bool, "meaning": str}
+        if isinstance(found["step"], int) and all(
+            isinstance(each[field], kind) for each in found["branches"] for field, kind in fields.items()
+        ):
+            return dict(found)
+    except OSError as error:
+        raise UsageError(f"--replay {path}: can't be read ({error.strerror}); name the --out of a replay") from None
+    except (KeyError, TypeError, ValueError):
+        pass
+    raise UsageError(f"--replay {path}: is not the result of a replay; name the --out of one")
 
 
 def _show(found: Triage, run: str) -> None:
@@ -106,6 +132,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("run", type=Path, metavar="RUN|BUNDLE", help="a run's folder, or one of its incident-* folders")
     parser.add_argument("step", type=int, nargs="?", help="the incident's step (default: the last incident's first)")
+    parser.add_argument("--replay", type=Path, metavar="FOLDER", help="what a replay of this step showed counts too")
     parser.add_argument(
         "--post-mortem", type=Path, metavar="FILE", help="write a template with what is known, Markdown"
     )

@@ -53,32 +53,29 @@ class Rule:
     fails: Mapping[str, float] = field(default_factory=dict)
 
 
-_REPLAY = "megatron-stability replay {run} {step} -- COMMAND"
-_SKIP = "megatron-stability replay {run} {step} --branches replay,skip,control -- COMMAND"
+REPLAY: Final = "megatron-stability replay {run} {step} -- COMMAND"
+SKIP_BRANCH = "megatron-stability replay {run} {step} --branches replay,skip,control -- COMMAND"
 
 CAUSES: Final[Mapping[str, Cause]] = {
     "bad_batch": Cause(
         kind=Class.DATA,
         says="the batch holds text unlike the rest: repeats, noise, wrong encoding or tokenizer",
         prior=-1.0,
-        next=("megatron-stability incident {run} {step} --text", _SKIP),
-        prevents="--stability-decide-skip-samples '[{samples}]'; audit-data on the shard it came from",
+        next=(SKIP_BRANCH,),
+        prevents="--stability-decide-skip-samples '[{samples}]'; the shard it came from looked through",
     ),
     "objective": Cause(
         kind=Class.DATA,
         says="labels, masks or ends of documents changed: the loss is of another task",
         prior=-2.0,
-        next=(
-            "megatron-stability incident {run} {step} --text",
-            "compare loss_mask and labels of the batch with one of before",
-        ),
+        next=("compare loss_mask and labels of the batch with one of before",),
         prevents="a fixed batch whose loss at step 0 is asserted (near ln V) whenever the data code changes",
     ),
     "data_stage": Cause(
         kind=Class.DATA,
         says="the mixture or stage of the data changed: another level, not a fault",
         prior=-2.0,
-        next=("megatron-stability incident {run} {step}", _SKIP),
+        next=(SKIP_BRANCH,),
         prevents="--stability-detect-expect-announced {step}:data, so that the next such change is announced",
     ),
     "learning_rate": Cause(
@@ -99,7 +96,7 @@ CAUSES: Final[Mapping[str, Cause]] = {
         kind=Class.OPTIMIZATION,
         says="the moments do not fit the weights: lost, stale, or begun anew at full learning rate",
         prior=-2.5,
-        next=("megatron-stability checkpoint verify SAVE", _REPLAY),
+        next=("megatron-stability checkpoint verify SAVE", REPLAY),
         prevents="no --no-load-optim without a warm-up of its own",
     ),
     "attention_logits": Cause(
@@ -137,7 +134,7 @@ CAUSES: Final[Mapping[str, Cause]] = {
         kind=Class.NUMERICS,
         says="the model is another function than before, or unstable from its first steps: a setting or initialisation",
         prior=-2.0,
-        next=("megatron-stability preflight -- COMMAND",),
+        next=("megatron-stability doctor", REPLAY),
         prevents="leave it out of --stability-checkpoint-allow-changes",
     ),
     "rank": Cause(
@@ -157,7 +154,7 @@ CAUSES: Final[Mapping[str, Cause]] = {
         says="storage or network was slow, or returned something else",
         prior=-2.5,
         next=(
-            "megatron-stability audit-data PREFIX",
+            "a start with --stability-checkpoint-strict true: data files are compared with their fingerprints",
             "NCCL_DEBUG=INFO, TORCH_DISTRIBUTED_DEBUG=DETAIL; iostat on the data's host",
         ),
         gate="step time back at its usual level; the data's fingerprint equal to the checkpoint's",
@@ -167,7 +164,7 @@ CAUSES: Final[Mapping[str, Cause]] = {
         kind=Class.SYSTEMS,
         says="other code or libraries since the restart",
         prior=-2.5,
-        next=(_REPLAY + " in the old container",),
+        next=(REPLAY + " in the old container",),
         prevents="a pinned container; megatron-stability doctor --json kept with each run",
     ),
     "none": Cause(kind=Class.NONE, says="nothing but noise", prior=0.0),
@@ -267,4 +264,18 @@ RULES: Final[tuple[Rule, ...]] = (
         fact="held_out_rose", holds={"objective": -0.5, "bad_batch": -0.5}, fails={"bad_batch": 1.0, "objective": 0.5}
     ),
     Rule(fact="slow", holds={"storage": 4.5}, fails={"storage": -3.0}),
+    Rule(fact="reproduces", holds={"rank": -2.0, "storage": -1.0}, fails={"rank": 5.0, "storage": 1.0}),
+    Rule(
+        fact="skip_clears",
+        holds={"bad_batch": 3.0, "learning_rate": -1.0, "model_setting": -2.0},
+        fails={"bad_batch": -3.0, "learning_rate": 0.5},
+    ),
+    Rule(
+        fact="control_clears",
+        holds={"bad_batch": 2.0, "learning_rate": -1.0, "model_setting": -1.5},
+        fails={"bad_batch": -3.0, "learning_rate": 1.0, "attention_logits": 0.5, "model_setting": 1.0},
+    ),
+    Rule(fact="lr_clears", holds={"learning_rate": 4.0, "bad_batch": -2.0}, fails={"learning_rate": -1.5}),
+    Rule(fact="bf16_clears", holds={"fp8_range": 5.0}, fails={"fp8_range": -4.0}),
+    Rule(fact="moments_clear", holds={"optimizer_state": 4.0}, fails={"optimizer_state": -2.0}),
 )

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from statistics import median
+from typing import Any
 
 from megatron_stability.errors import UsageError
 from megatron_stability.ledger import changes
@@ -40,20 +41,23 @@ class Scene:
         step: where the incident began.
         before: up to `BEFORE` steps on the trajectory as it was then, oldest first.
         after: up to `AFTER` steps that the same process made next, whether they were undone later or not.
+        replay: what `replay` wrote of this step, where it was run.
     """
 
     view: LedgerView
     step: StepEntry
     before: tuple[StepEntry, ...]
     after: tuple[StepEntry, ...]
+    replay: Mapping[str, Any] | None = None
 
     @classmethod
-    def at(cls, view: LedgerView, number: int | None = None) -> Scene:
+    def at(cls, view: LedgerView, number: int | None = None, replay: Mapping[str, Any] | None = None) -> Scene:
         """The scene of a step.
 
         Args:
             view: a ledger.
             number: of a step; None: the last incident, at its first step.
+            replay: the result of a replay of that step.
 
         Returns:
             Where a rewind repeated the step, the scene of the eventful one, else of the last.
@@ -74,7 +78,7 @@ class Scene:
             for entry in view.entries[place + 1 :]
             if isinstance(entry, StepEntry) and entry.generation == step.generation and entry.step > step.step
         ]
-        return cls(view=view, step=step, before=tuple(live[-BEFORE:]), after=tuple(after[:AFTER]))
+        return cls(view=view, step=step, before=tuple(live[-BEFORE:]), after=tuple(after[:AFTER]), replay=replay)
 
     @cached_property
     def changes(self) -> tuple[Changed, ...]:

@@ -14,7 +14,7 @@ from typing import Any
 
 from megatron_stability.explain import facts
 from megatron_stability.explain.facts import FACTS, Fact
-from megatron_stability.explain.rules import CAUSES, RULES, Cause, Class
+from megatron_stability.explain.rules import CAUSES, REPLAY, RULES, Cause, Class
 from megatron_stability.explain.scene import Scene
 
 HIGH, MEDIUM = 0.8, 0.5
@@ -101,12 +101,13 @@ class Triage:
         return tuple(each for _, each in sorted(found.values(), key=lambda pair: -pair[0]))
 
     def commands(self, run: str) -> list[str]:
-        """The next steps of the likeliest hypothesis, as lines to run.
+        """The next steps of the likeliest hypothesis, as lines to run; where nothing decides, the replay that would.
 
         Args:
             run: the run's folder, as the reader named it.
         """
-        return [filled(line, self.scene, run) for line in self.first.cause.next]
+        lines = (REPLAY,) if self.confidence == "undetermined" else self.first.cause.next
+        return [filled(line, self.scene, run) for line in lines]
 
     def to_json(self) -> dict[str, Any]:
         """Everything above, as JSON primitives."""

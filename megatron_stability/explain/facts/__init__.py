@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from typing import Final
 
-from megatron_stability.explain.facts import changes, model, order, ranks_and_batch
+from megatron_stability.explain.facts import changes, model, order, ranks_and_batch, replayed
 from megatron_stability.explain.facts.fact import Fact, Measured
 from megatron_stability.explain.scene import Scene
 
 __all__ = ["FACTS", "Fact", "gather"]
 
+_REPLAY = "a replay with branch {}, given by --replay"
 _ALWAYS = ""  # measured in every run
 FACTS: Final[dict[str, Measured]] = {
     "found": Measured(order.found, _ALWAYS),
@@ -46,6 +47,12 @@ FACTS: Final[dict[str, Measured]] = {
     "fp8_limits": Measured(model.fp8, "--stability-fp8-sample-every 10, in an FP8 run"),
     "weights_grew": Measured(model.grows, "--stability-observe-norms-params-every 10"),
     "held_out_rose": Measured(model.held_out, "--eval-interval 100, with a validation set"),
+    "reproduces": Measured(replayed.reproduces, _REPLAY.format("replay")),
+    "skip_clears": Measured(replayed.clears("skip"), _REPLAY.format("skip")),
+    "control_clears": Measured(replayed.clears("control"), _REPLAY.format("control")),
+    "lr_clears": Measured(replayed.clears("lr"), _REPLAY.format("lr")),
+    "bf16_clears": Measured(replayed.clears("bf16"), _REPLAY.format("bf16")),
+    "moments_clear": Measured(replayed.clears("moments"), _REPLAY.format("moments")),
 }
 
 

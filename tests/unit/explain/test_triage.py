@@ -189,14 +189,22 @@ def test_every_rule_speaks_of_a_fact_and_of_causes_that_exist_and_every_fact_and
             assert cause.prevents
 
 
-def _facts(ledger: LedgerView, step: int) -> dict[str, bool | None]:
-    found = triage(Scene.at(ledger, step)).facts
+def _replayed(branch: str, present: bool, equal: bool) -> tuple[LedgerView, int, dict[str, Any]]:
+    """A scene with the result of a replay: the plain branch met it again, to the bit, but where it is the one asked."""
+    plain = {"name": "replay", "failure": "", "present": True, "equal": True, "meaning": "met again"}
+    row = {**plain, "name": branch, "present": present, "equal": equal}
+    rows = [row] if branch == "replay" else [plain, row]
+    return (*CASES["rank"], {"branches": rows})
+
+
+def _facts(ledger: LedgerView, step: int, replay: dict[str, Any] | None = None) -> dict[str, bool | None]:
+    found = triage(Scene.at(ledger, step, replay)).facts
     return {name: None if fact is None else fact.holds for name, fact in found.items()}
 
 
 HELD_OUT = {"held_out": 1.0, "held_out/a": 3.0}
 #: A ledger and step in which each fact holds, and one in which it is measured and does not.
-BOTH: dict[str, tuple[tuple[LedgerView, int], tuple[LedgerView, int]]] = {
+BOTH: dict[str, Any] = {
     "found": (CASES["rank"], (view(Run()), 120)),
     "non_finite": (CASES["overflow"], CASES["rank"]),
     "from_start": ((view(Run()), 4), CASES["rank"]),
@@ -250,6 +258,17 @@ BOTH: dict[str, tuple[tuple[LedgerView, int], tuple[LedgerView, int]]] = {
         (view(Run(wrong=at(120, verdicts=(verdict(120, "param_growth"),)))), 120),
         (view(Run(wrong=since(100, signals={"param_norm": 50.0}))), 120),
     ),
+    **{
+        name: tuple(_replayed(branch, present, equal) for present, equal in values)
+        for name, branch, values in (
+            ("reproduces", "replay", ((True, True), (False, False))),
+            ("skip_clears", "skip", ((False, False), (True, True))),
+            ("control_clears", "control", ((False, False), (True, False))),
+            ("lr_clears", "lr", ((False, False), (True, False))),
+            ("bf16_clears", "bf16", ((False, False), (True, False))),
+            ("moments_clear", "moments", ((False, False), (True, False))),
+        )
+    },
     "held_out_rose": (
         (view(Run(wrong=at(120, verdicts=(verdict(120, "held_out"),), signals=HELD_OUT))), 120),
         (view(Run(wrong=at(120, signals=HELD_OUT))), 120),
@@ -304,7 +323,7 @@ def test_the_command_names_the_cause_and_the_next_commands(folder: Path, capsys:
     shown = capsys.readouterr().out
     assert "bad_batch spoke" in shown
     assert "confidence: high" in shown
-    assert f"next: megatron-stability incident {folder} 120 --text" in shown
+    assert f"next: megatron-stability replay {folder} 120 --branches replay,skip,control" in shown
     assert cli.main(["triage", str(folder), "60", "--json"]) == 0
     said = json.loads(capsys.readouterr().out)
     assert said["hypotheses"][0]["cause"] == "none"
