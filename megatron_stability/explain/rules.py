@@ -158,7 +158,7 @@ CAUSES: Final[Mapping[str, Cause]] = {
             "NCCL_DEBUG=INFO, TORCH_DISTRIBUTED_DEBUG=DETAIL; iostat on the data's host",
         ),
         gate="step time back at its usual level; the data's fingerprint equal to the checkpoint's",
-        prevents="--stability-checkpoint data fingerprints, a local copy of the data",
+        prevents="a local copy of the data; its fingerprints are compared at each start",
     ),
     "software": Cause(
         kind=Class.SYSTEMS,
