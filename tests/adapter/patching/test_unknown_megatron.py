@@ -12,6 +12,7 @@ from tests.patches.small_megatron import small_megatron
 pytestmark = pytest.mark.megatron
 
 
+@pytest.mark.known_release
 def test_a_known_release_says_nothing(monkeypatch):
     monkeypatch.setattr(install_digest.dist, "get_rank", lambda: 0)
     assert "megatron_tree" not in install_digest.versions()

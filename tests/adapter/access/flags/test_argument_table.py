@@ -42,6 +42,7 @@ def root_of(release: str) -> Path:
 
 
 @pytest.mark.parametrize("release", RELEASES)
+@pytest.mark.known_release
 def test_every_argument_of_a_release_has_a_row_with_its_default_and_flag(release: str) -> None:
     environment = os.environ | {"PYTHONPATH": str(root_of(release)), "LOCAL_RANK": "0"}
     script = [sys.executable, "-W", "ignore", "-c", PARSER]
@@ -55,6 +56,7 @@ def test_every_argument_of_a_release_has_a_row_with_its_default_and_flag(release
 
 
 @pytest.mark.parametrize("release", RELEASES)
+@pytest.mark.known_release
 def test_what_is_called_unread_is_read_nowhere(release: str) -> None:
     files = [path for path in (root_of(release) / "megatron").rglob("*.py") if not PARSED_ONLY.search(str(path))]
     text = "\n".join(path.read_text(encoding="utf-8") for path in files)
