@@ -14,8 +14,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from megatron_stability import files
 from megatron_stability.errors import UsageError
@@ -63,6 +65,23 @@ class Index:
         with files.open_regular(self.idx) as stream:
             begin = _number(stream.fileno(), "<q", HEAD + self.sequences * _SIZE + first * _OFFSET)
             return (_end_of(stream.fileno(), self.sequences, end - 1, self.dtype) - begin) // self.dtype.itemsize
+
+    def lengths(self) -> npt.NDArray[np.int32]:
+        """[S] tokens of each sequence, in memory."""
+        if not self.sequences:
+            return np.zeros(0, np.int32)
+        return np.fromfile(self.idx, np.int32, self.sequences, offset=HEAD)
+
+    def offsets(self) -> npt.NDArray[np.int64]:
+        """[S] the first token of each sequence in the `.bin`, in memory."""
+        if not self.sequences:
+            return np.zeros(0, np.int64)
+        found = np.fromfile(self.idx, np.int64, self.sequences, offset=HEAD + self.sequences * _SIZE)
+        return found // self.dtype.itemsize
+
+    def ids(self) -> npt.NDArray[Any]:
+        """The tokens of the `.bin`, mapped."""
+        return np.memmap(self.bin, self.dtype, "r") if self.size else np.zeros(0, self.dtype)
 
     def refuse_wrong_sizes(self) -> None:
         """Add up every sequence's size; reads a third of the index.
