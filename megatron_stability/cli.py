@@ -49,6 +49,10 @@ COMMANDS = (
     Command(
         "compare", "megatron_stability.fp8_compare.command", "run", "an FP8 run against its BF16 control, with a gate"
     ),
+    Command(
+        "triage", "megatron_stability.explain.command", "run", "likely causes of an incident, and what to run next"
+    ),
+    Command("replay", "megatron_stability.explain.replay_command", "run", "an incident again, one thing changed"),
     Command("fp8-readiness", "megatron_stability.megatron.start.fp8_readiness", "run", "which linears would bear FP8"),
     Command("doctor", "megatron_stability.doctor", "run", "what is installed, and whether FP8 can be active"),
     Command(

@@ -66,9 +66,7 @@ class RunView:
         Raises:
             UsageError: no readable ledger there.
         """
-        folder = Path(folder)
-        nested = folder / "stability"
-        view = read(nested if not (folder / FILE).exists() and (nested / FILE).exists() else folder)
+        folder, view = Path(folder), ledger_of(folder)
         return cls(
             name=said(name or folder.resolve().name),
             steps=[step.step for step in view.surviving],
@@ -108,6 +106,20 @@ class RunView:
             "samples": {**count(self.intervals or ()), **amiss} if known else None,
             "findings": [finding.message for finding in self.findings],
         }
+
+
+def ledger_of(folder: str | Path) -> LedgerView:
+    """The ledger in a run's folder, or in its subfolder `stability`.
+
+    Args:
+        folder: a run's folder.
+
+    Raises:
+        UsageError: no readable ledger there.
+    """
+    folder = Path(folder)
+    nested = folder / "stability"
+    return read(nested if not (folder / FILE).exists() and (nested / FILE).exists() else folder)
 
 
 _REQUIRES = {detector.name: detector.requires for detector in DETECTORS}

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ci import flags_page
+from ci import flags_page, triage_page
 from megatron_stability import cli
 from megatron_stability.config import ALIASES, dest, flag, leaves
 
@@ -69,6 +69,10 @@ def test_the_muonclip_page_says_what_its_figures_are() -> None:
 
 def test_the_page_of_flags_is_what_the_rows_say() -> None:
     assert flags_page.main("--check") == 0
+
+
+def test_the_tables_of_triage_are_those_of_the_rules() -> None:
+    assert triage_page.main("--check") == 0
 
 
 def test_the_fp8_page_says_what_its_figures_are() -> None:
