@@ -201,7 +201,7 @@ def order(data_set: DataSet, index: Index, split: str, samples: int | None, leng
     starts = np.zeros(len(documents) + 1, np.int64)
     np.cumsum(sizes[documents], out=starts[1:])
     total = (epochs * epoch - 1) // length
-    shuffle = np.arange(total, dtype=np.uint32 if total < np.iinfo(np.uint32).max - 1 else np.int64)
+    shuffle: Ints = np.arange(total, dtype=np.uint32 if total < np.iinfo(np.uint32).max - 1 else np.int64)
     edge = before_last if apart else total
     generator.shuffle(shuffle[:edge])
     if edge < total:
