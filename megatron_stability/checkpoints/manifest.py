@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import os
 import threading
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -28,7 +28,7 @@ from megatron_stability.checkpoints import dcp_metadata
 from megatron_stability.checkpoints.lineage import Place
 from megatron_stability.echo import brief, said
 from megatron_stability.errors import UsageError
-from megatron_stability.ledger.entries import strict
+from megatron_stability.ledger.entries import strict, strict_text
 
 MANIFEST, MARKER, SUSPECT = "stability_manifest.json", "stability_complete", "stability_suspect.json"
 OWN_FILES = frozenset({MANIFEST, MARKER, SUSPECT})
@@ -131,8 +131,18 @@ def fingerprints_name(rank: int | Literal["*"]) -> str:
 
 def file_names(folder: Path) -> list[str]:
     """Every file below the folder but our own and temporary ones, sorted, with `/` between parts."""
-    names = (path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
-    return sorted(name for name in names if name not in OWN_FILES and not name.startswith(files.TEMPORARY))
+    names = (name for name in _walked(folder, "") if name not in OWN_FILES and not name.startswith(files.TEMPORARY))
+    return sorted(names)
+
+
+def _walked(folder: Path, inside: str) -> Iterator[str]:
+    """Files below, without a `stat` of each: a folder says of its entries what they are. Links to folders are none."""
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            if entry.is_dir(follow_symlinks=False):
+                yield from _walked(folder / entry.name, f"{inside}{entry.name}/")
+            elif entry.is_file():
+                yield f"{inside}{entry.name}"
 
 
 def hash_files(
@@ -226,13 +236,22 @@ def write(folder: Path, manifest: Manifest) -> None:
     Raises:
         OSError: no space, or another failure; the folder then has no marker.
     """
-    text = json.dumps(strict(manifest.model_dump(mode="json")), allow_nan=False, indent=1, sort_keys=True).encode()
+    text = _text(manifest)
     begin(folder)
-    inside = {folder / parent for name in manifest.files for parent in PurePosixPath(name).parents}
-    for each in inside | {folder, folder.parent}:  # a folder is named in the one around it
+    inside = {name.rpartition("/")[0] for name in manifest.files if "/" in name}
+    around = {folder / path for name in inside for path in (name, *map(str, PurePosixPath(name).parents))}
+    for each in around | {folder, folder.parent}:  # a folder is named in the one around it
         files.sync_folder(each)
     files.write_atomically(folder / MANIFEST, text)
     files.write_atomically(folder / MARKER, _seal(text))
+
+
+def _text(manifest: Manifest) -> bytes:
+    """As JSON; the files' entries, of which there are as many as ranks, hold nothing that needs a second look."""
+    known: dict[str, Any] = strict(manifest.model_dump(mode="json", exclude={"files"}))
+    entries = manifest.files.items()
+    known["files"] = {strict_text(name): {"size": e.size, "xxh3_128": e.xxh3_128} for name, e in entries}
+    return json.dumps(known, allow_nan=False, indent=1, sort_keys=True).encode()
 
 
 def _seal(manifest: bytes) -> bytes:
