@@ -49,7 +49,7 @@ BOUNDS: Mapping[str, Bound] = MappingProxyType(
         "unique": Bound(1e9, None),
         "run": Bound(64, 512),
         "unigram": Bound(0.5, None, tokens=32),
-        "pairs": Bound(4.3, 4.6, tokens=16),
+        "order": Bound(0.0, 0.3, tokens=16),
         "control": Bound(0.02, 0.05),
         "invalid": Bound(0.5, 0.5),
         "mojibake": Bound(0.5, 0.5),

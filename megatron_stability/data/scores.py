@@ -31,7 +31,7 @@ SCORES: Mapping[str, str] = MappingProxyType(
         "unique": "different tokens over tokens, times the square root of tokens: large where nothing comes twice",
         "run": "longest run of one token",
         "unigram": "distance of its tokens to the corpus's own: cross-entropy under them, nats a token",
-        "pairs": "surprise under the corpus's own pairs of bytes, nats a byte",
+        "order": "surprise at a byte after the one before it, less that at the byte alone, by the corpus's own: nats",
         "control": "share of bytes that are control characters or U+FFFD",
         "invalid": "share of the bytes above 0x7F that belong to no whole UTF-8 character",
         "mojibake": "share of the characters above U+007F that are another's bytes, encoded a second time",
@@ -57,8 +57,9 @@ class Model:
 
     Attributes:
         unigram: [V] fp32, -log q of each id.
-        inner: [V] fp32, Σ -log q(byte | the one before) over the pairs within the id's bytes; None without bytes.
-        pairs: [256·256] fp32, -log q(second | first), at 256·first + second; None without bytes.
+        inner: [V] fp32, the sum of `pairs` within the id's bytes; None without bytes.
+        pairs: [256·256] fp32, log q(second) - log q(second | first), at 256·first + second; None without bytes. It is
+            the pointwise mutual information with its sign changed: below 0 where the order of bytes is the corpus's.
     """
 
     unigram: npt.NDArray[np.float32]
@@ -94,7 +95,8 @@ class Counts:
         pair = (text[:-1] * BYTE_VALUES + text[1:])[within]
         seen = self._across + np.bincount(pair, self._single[row[1:][within]], len(self._across))
         counts = seen.reshape(BYTE_VALUES, BYTE_VALUES) + 0.01
-        pairs = (-np.log(counts / counts.sum(1, keepdims=True))).astype(np.float32).reshape(-1)
+        alone = np.log(counts.sum(0) / counts.sum())
+        pairs = (alone - np.log(counts / counts.sum(1, keepdims=True))).astype(np.float32).reshape(-1)
         inner = np.bincount(row[1:][within], pairs[pair], self.vocab_size).astype(np.float32)
         return Model(unigram, inner, pairs)
 
@@ -138,7 +140,7 @@ def score(ids: Ints, starts: Ints, classes: ByteClasses | None = None, model: Mo
         found["unigram"] = runs.mean(model.unigram, lengths)
     if classes is not None:
         if model is not None:
-            found["pairs"] = _surprise(ids, starts, runs, classes, model)
+            found["order"] = _surprise(ids, starts, runs, classes, model)
         found |= _of_bytes(ids, starts, runs, classes)
     return {name: found[name] for name in SCORES if name in found}
 
@@ -199,7 +201,7 @@ def _repeated(ids: Ints, which: Ints, starts: Ints, n: int) -> Floats:
 
 
 def _surprise(ids: Ints, starts: Ints, runs: _Runs, classes: ByteClasses, model: Model) -> Floats:
-    """Mean -log q(byte | the one before) over a document's pairs of bytes, nats."""
+    """Mean of `Model.pairs` over a document's pairs of bytes, nats."""
     assert model.inner is not None
     assert model.pairs is not None, "a model without bytes"
     size = classes.counts[:, :1]
