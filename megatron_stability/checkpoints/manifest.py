@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import os
 import threading
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -135,30 +135,6 @@ def file_names(folder: Path) -> list[str]:
     return sorted(name for name in names if name not in OWN_FILES and not name.startswith(files.TEMPORARY))
 
 
-def share(names: Iterable[str], rank: int, world: int) -> list[str]:
-    """The files that a rank hashes, of a partition of `names`.
-
-    Megatron's writers name their files `__RANK_*`: what a rank wrote is still in its host's page cache. Files in
-    subfolders (the older format) are spread by their names; the rest is rank 0's, which also wrote it.
-
-    Args:
-        names: relative names; the result for one name does not depend on the others.
-        rank: of `world`.
-        world: number of ranks.
-
-    Returns:
-        This rank's names, sorted.
-    """
-    return sorted(name for name in names if _owner(name) % world == rank)
-
-
-def _owner(name: str) -> int:
-    if "/" in name:
-        return xxhash.xxh64_intdigest(name.encode())
-    first = name.removeprefix("__").partition("_")[0]
-    return int(first) if name.startswith("__") and first.isdecimal() else 0
-
-
 def hash_files(
     folder: Path,
     names: Collection[str],
@@ -275,24 +251,27 @@ def check(folder: Path) -> tuple[Manifest | None, list[Problem]]:
     Returns:
         The manifest where it can be believed, and what speaks against the folder.
     """
-    manifest, problems = _believed(folder)
-    if manifest is not None:
-        for name, entry in manifest.files.items():
-            try:
-                found = (folder / name).stat()
-                files.refuse_special(folder / name, found)
-            except OSError as error:
-                missing = isinstance(error, FileNotFoundError | NotADirectoryError)
-                problems.append(_unreadable(name, error) if not missing else Problem("missing", name, "is missing"))
-                continue
-            if found.st_size != entry.size:
-                problems.append(
-                    Problem("size", name, f"has {found.st_size} bytes, and had {entry.size} when it was saved")
-                )
-    return manifest, problems
+    manifest, problems = believed(folder)
+    return manifest, problems if manifest is None else _sizes(folder, manifest.files)
 
 
-def _believed(folder: Path) -> tuple[Manifest | None, list[Problem]]:
+def _sizes(folder: Path, entries: Mapping[str, FileEntry]) -> list[Problem]:
+    problems = []
+    for name, entry in entries.items():
+        try:
+            found = (folder / name).stat()
+            files.refuse_special(folder / name, found)
+        except OSError as error:
+            missing = isinstance(error, FileNotFoundError | NotADirectoryError)
+            problems.append(_unreadable(name, error) if not missing else Problem("missing", name, "is missing"))
+            continue
+        if found.st_size != entry.size:
+            problems.append(Problem("size", name, f"has {found.st_size} bytes, and had {entry.size} when it was saved"))
+    return problems
+
+
+def believed(folder: Path) -> tuple[Manifest | None, list[Problem]]:
+    """The manifest where marker and checksum say that it was written whole; no other file is looked at."""
     try:
         marker = files.read_bytes(folder / MARKER, files.SMALL)
     except FileNotFoundError:
@@ -317,33 +296,32 @@ def _believed(folder: Path) -> tuple[Manifest | None, list[Problem]]:
     return manifest, []
 
 
-def verify(
-    folder: Path,
-    *,
-    threads: int = THREADS,
-    names: Collection[str] | None = None,
-    on_bytes: OnBytes | None = None,
-) -> list[Problem]:
+def verify(folder: Path, *, threads: int = THREADS, on_bytes: OnBytes | None = None) -> list[Problem]:
     """Everything that speaks against loading a folder, its files' bytes read and hashed.
 
     Args:
         folder: the checkpoint's.
         threads: at most so many files at once; memory is bounded by threads × 4 MiB.
-        names: hash these files only (a rank's share); None: all.
         on_bytes: told of progress.
 
     Returns:
         Problems by file name; none where the folder is whole.
     """
-    manifest, problems = check(folder)
-    if manifest is None:
-        return problems
+    manifest, problems = believed(folder)
+    return problems if manifest is None else verify_files(folder, manifest.files, threads=threads, on_bytes=on_bytes)
+
+
+def verify_files(
+    folder: Path, entries: Mapping[str, FileEntry], *, threads: int = THREADS, on_bytes: OnBytes | None = None
+) -> list[Problem]:
+    """As `verify`, of some files whose entries are known: no other file of the folder is looked at."""
+    problems = _sizes(folder, entries)
     bad = {problem.file for problem in problems}
-    wanted = [name for name in manifest.files if name not in bad and (names is None or name in names)]
+    wanted = [name for name in entries if name not in bad]
     for name, entry in _each(folder, wanted, threads, False, on_bytes).items():
         if isinstance(entry, OSError):
             problems.append(_unreadable(name, entry))
-        elif entry != manifest.files[name]:
+        elif entry != entries[name]:
             problems.append(Problem("checksum", name, "has other bytes than when it was saved (wrong checksum)"))
         elif PurePosixPath(name).name == dcp_metadata.FILE:
             problems += _unsafe(folder, name)

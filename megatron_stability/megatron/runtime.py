@@ -30,7 +30,7 @@ from megatron_stability.errors import EXIT_HALTED, EXIT_REWIND, UsageError
 from megatron_stability.ledger.bundle import Bundles
 from megatron_stability.ledger.ledger import Ledger
 from megatron_stability.megatron import evidence
-from megatron_stability.megatron.access import optimizer_state
+from megatron_stability.megatron.access import collectives, optimizer_state
 from megatron_stability.megatron.access.host import Host
 from megatron_stability.megatron.checkpoint.checkpoints import Checkpoints
 from megatron_stability.megatron.checkpoint.rewind import Rewinds
@@ -132,7 +132,7 @@ class Runtime:
         """Collective: ranks compare what is installed, then the ledger opens at the resumed step."""
         self.checkpoints.train_begins(model, optimizer, opt_param_scheduler)
         self.rewinds.refuse_a_loop(self.ledger_folder())
-        device = torch.device("cuda", torch.cuda.current_device()) if _on_gpu() else torch.device("cpu")
+        device = collectives.device()
         group, self.model, self.optimizer = dist.group.WORLD, model, optimizer
         complaint = install_digest.missing_names() or self._make_hooks(device) or self._open_ledger()
         install_digest.compare(group, self.config, complaint)
@@ -395,7 +395,3 @@ class Runtime:
             history=self._history,
             extra={name: value for hook in self._weight_hooks for name, value in hook.observe().items()},
         )
-
-
-def _on_gpu() -> bool:
-    return dist.get_backend() == "nccl"
