@@ -67,17 +67,18 @@ class Index:
             return (_end_of(stream.fileno(), self.sequences, end - 1, self.dtype) - begin) // self.dtype.itemsize
 
     def lengths(self) -> npt.NDArray[np.int32]:
-        """[S] tokens of each sequence, in memory."""
+        """[S] tokens of each sequence, mapped."""
         if not self.sequences:
             return np.zeros(0, np.int32)
-        return np.fromfile(self.idx, np.int32, self.sequences, offset=HEAD)
+        return np.memmap(self.idx, np.int32, "r", HEAD, (self.sequences,))
 
-    def offsets(self) -> npt.NDArray[np.int64]:
-        """[S] the first token of each sequence in the `.bin`, in memory."""
-        if not self.sequences:
+    def offsets(self, first: int = 0, end: int | None = None) -> npt.NDArray[np.int64]:
+        """[end - first] where sequences begin in the `.bin`, in tokens."""
+        end = self.sequences if end is None else end
+        if first >= end:
             return np.zeros(0, np.int64)
-        found = np.fromfile(self.idx, np.int64, self.sequences, offset=HEAD + self.sequences * _SIZE)
-        return found // self.dtype.itemsize
+        at = HEAD + self.sequences * _SIZE + first * _OFFSET
+        return np.fromfile(self.idx, np.int64, end - first, offset=at) // self.dtype.itemsize
 
     def ids(self) -> npt.NDArray[Any]:
         """The tokens of the `.bin`, mapped."""

@@ -144,15 +144,24 @@ def documents(source: Source, jsonl_key: str) -> Iterator[Document]:
             for number, line in enumerate(lines, start=1):
                 raw = line.rstrip(b"\r\n")
                 if raw.strip():
-                    text = _jsonl_text(raw, f"{source.file}:{number}", jsonl_key)
+                    text = jsonl_text(raw, f"{source.file}:{number}", jsonl_key)
                     yield Document(source, offset, len(raw), number, text)
                 offset += len(line)
     except OSError as error:
         raise UsageError(f"input {source.file} cannot be read ({error.strerror}).") from error
 
 
-def _jsonl_text(raw: bytes, place: str, key: str) -> bytes:
-    """The text under `key` of one JSONL line, as UTF-8."""
+def jsonl_text(raw: bytes, place: str, key: str) -> bytes:
+    """The text under `key` of one JSONL line, as UTF-8.
+
+    Args:
+        raw: the line.
+        place: names it in errors.
+        key: of the text.
+
+    Raises:
+        UsageError: it is no JSON object with a text under the key.
+    """
     try:
         value = json.loads(raw.decode("utf-8"))
     except UnicodeDecodeError as error:
