@@ -86,7 +86,9 @@ def main() -> None:
             acts = make()
             peers[rule] += sum(acts(record) for record in curve.records)
         print(args.seed + number, {preset: dict(sums) for preset, sums in total.items()}, dict(peers), flush=True)
-    table |= {"most episodes of a run": most, **total, "steps acted on by peers": peers}
+    kinds = ("skip", "rewind", "halt", "scale_lr", "scale_weight_decay", "lowered", "episodes", "pages")
+    counts = {preset: {kind: sums[kind] for kind in kinds} for preset, sums in total.items()}
+    table |= {"most episodes of a run": most, **counts, "steps acted on by peers": peers}
     if args.out:
         args.out.write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
 

@@ -322,6 +322,7 @@ class Detect(Section):
     embedding_growth: Growth = Growth()
     attention_logits: Limits = Limits(watch=100, medium=1000)
     attention_logit_growth: Trend = Trend(rise=0.4, block=10)
+    qk_gain_drift: Trend = Trend(rise=0.2, block=10)
     attention_dead_heads: Limits = Limits(watch=0)
     attention_entropy: Limits = Limits(small=0.05, persistence=3)
     fp8_amax_rise: Limits = Limits(watch=16, small=64)

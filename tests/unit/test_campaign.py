@@ -59,7 +59,7 @@ def test_the_campaign_sees_a_rank_that_decides_otherwise(tmp_path: Path, monkeyp
 
 
 @pytest.mark.parametrize("preset", ["safe", "field"])
-@pytest.mark.parametrize("seed", [1001, 1002, 1003])
+@pytest.mark.parametrize("seed", [1001])
 def test_under_a_preset_ranks_agree_and_the_ledger_says_what_the_weights_are(
     preset: str, seed: int, tmp_path: Path
 ) -> None:
