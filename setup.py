@@ -51,6 +51,7 @@ setup(
     package_data={
         "megatron_stability": [
             "py.typed",
+            "fp8_compare/*.html",
             "report/*.html",
             "report/*.css",
             "decide/presets/*.yaml",

@@ -106,7 +106,7 @@ class LossMad(Windowed):
     prior: float = Field(0.1, ge=0, description="nats; a deviation below this counts as this until 50 are accepted")
     k: float = Field(6.0, gt=0, description="robust standard deviations")
     watch: float = Field(0.5, gt=0, description="nats from which K_WATCH sigma need no persistence")
-    k_watch: float = Field(7.0, gt=0, description="robust standard deviations of a rise by WATCH nats")
+    k_watch: float = Field(6.0, gt=0, description="robust standard deviations of a rise by WATCH nats")
     k_at_once: float = Field(14.0, gt=0, description="robust standard deviations that need no persistence")
     persistence: int = Field(2, ge=1, description="suspicious steps in a row before a verdict")
     sigma_floor: float = Field(0.005, gt=0, description="nats; a deviation below this counts as this")
@@ -274,6 +274,17 @@ class BadBatch(Switch):
     relearn_after: int = RELEARN
 
 
+class TokenDrop(Switch):
+    """Valid target tokens a sample, as a share of the most that the run has had."""
+
+    block: int = Field(10, ge=1, description="steps in a median, of which the largest is the most")
+    watch: float = Field(0.5, gt=0, lt=1, description="share of the most")
+    small: float = Field(0.1, gt=0, lt=1, description="share of the most")
+    medium: float = Field(0.01, gt=0, lt=1, description="share of the most")
+    persistence: int = Field(3, ge=1, description="such steps in a row before a verdict")
+    relearn_after: int = Field(1000, ge=2, description="consecutive finite flags after which the most starts anew")
+
+
 class OddInput(Switch):
     """Input that is plainly odd: told once each."""
 
@@ -324,6 +335,7 @@ class Detect(Section):
     moe_drops: Limits = Limits(watch=0.1, small=0.3, persistence=20)
     moe_router_z: Growth = Growth(window=100, warmup_steps=50, persistence=3, after_step=500)
     bad_batch: BadBatch = BadBatch()
+    token_drop: TokenDrop = TokenDrop()
     odd_input: OddInput = OddInput()
     throughput: Growth = Growth(window=100, warmup_steps=20, persistence=10, watch=1.5, small=3.0, after_step=20)
 

@@ -150,6 +150,7 @@ class EpisodeEntry(Entry):
     value: float
     threshold: float
     verdicts: int
+    grave: int = 0  # absent: written before it was counted
     reason: Said
 
 

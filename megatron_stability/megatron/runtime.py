@@ -152,6 +152,7 @@ class Runtime:
         self._reduction = Reduction(group, device, extra)
         idle = weight_hooks.say_what_is_silent(self._args, self._pipeline.detectors, self._reduction.signals)
         self._pipeline = self._pipeline.without(idle)
+        detect.expected.allow(self._pipeline.detectors, self.checkpoints.allowed)
         self._forward_state = optimizer_state.ForwardState(model)
         shown = self.config.record.tensorboard, self.config.observe.attention.head_curves
         self._writers = MegatronWriters(self.host, self._pipeline.episodes, *shown)

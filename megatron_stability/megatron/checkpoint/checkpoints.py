@@ -66,10 +66,12 @@ class Checkpoints:
             data: the data iterators, once Megatron has built them.
             extra_states: what Transformer Engine's modules had in the checkpoint that was loaded last.
             trajectory: where the run stands among its checkpoints.
+            allowed: what differs from the checkpoint that was loaded last, changes training and is allowed to.
         """
         self.data = DataIterators()
         self.trajectory = Trajectory(config.checkpoint, args)
         self.extra_states: dict[str, extra_state.Kind] = {}
+        self.allowed: tuple[str, ...] = ()
         self._config, self._args, self._files, self._host = config, args, files, host or Host()
         self._model: list[Any] = []
         self._optimizer: Any = None
@@ -331,7 +333,7 @@ class Checkpoints:
             return
         folder = generations.folder_of(root, self._resumed.step)
         optimizer_state.give_empty_state(optimizer)
-        acceptance.accept(folder, chosen, optimizer, self._args, self._files, self._config)
+        self.allowed = acceptance.accept(folder, chosen, optimizer, self._args, self._files, self._config)
         self._args.ckpt_step = self._resumed.step
         mine = manifest.fingerprints_name(dist.get_rank())
         if mine in self._resumed.files and self._rank_state_fits():
