@@ -11,6 +11,7 @@ import megatron.bridge.recipes as recipes
 from hydra.errors import HydraException
 from megatron.bridge.models.gpt_provider import GPTModelProvider, local_layer_spec
 from megatron.bridge.training.config import ConfigContainer, GPTDatasetConfig, MockGPTDatasetConfig
+from megatron.bridge.training.mixed_precision import get_mixed_precision_config
 from megatron.bridge.training.utils.omegaconf_utils import (
     OverridesError,
     apply_overrides,
@@ -47,6 +48,7 @@ CPU: Final[Mapping[str, Mapping[str, Any] | None]] = {
     "optimizer": {"use_precision_aware_optimizer": False},
     "comm_overlap": None,
 }
+_FP8: Final = ("fp8_", "first_last_layers_bf16", "num_layers_at_")  # fields of the model that precisions have too
 
 
 def build(wanted: RecipeFile, cpu: bool) -> tuple[ConfigContainer, list[str]]:
@@ -81,6 +83,7 @@ def build(wanted: RecipeFile, cpu: bool) -> tuple[ConfigContainer, list[str]]:
     for layer in (*layers, wanted.word_layer):
         for path in _leaves(OmegaConf.to_container(layer.values, resolve=False)):
             _settle(container, path, layer.place)
+    _keep_fp8(container, (*layers, wanted.word_layer))
     if cpu:
         if not isinstance(container.model, GPTModelProvider):
             raise UsageError(
@@ -225,6 +228,19 @@ def _settle(container: ConfigContainer, path: tuple[str, ...], place: str) -> No
             raise UsageError(f"{place}: {'.'.join(path)} can't be built: {_sentence(error)}") from None
     elif (known := strict.meant(strict.field_types(type(owner)).get(path[-1]), value)) is not value:
         setattr(owner, path[-1], known)
+
+
+def _keep_fp8(container: ConfigContainer, layers: tuple[Layer, ...]) -> None:
+    """What a recipe says of `model.fp8_*` stays: a named mixed precision would put its own over it, silently."""
+    named = {path[1] for layer in layers for path in _leaves(OmegaConf.to_container(layer.values, resolve=False))
+             if path[0] == "model" and len(path) == 2 and path[1].startswith(_FP8)}  # fmt: skip
+    if not named or container.mixed_precision is None:
+        return
+    if isinstance(container.mixed_precision, str):
+        container.mixed_precision = get_mixed_precision_config(container.mixed_precision)
+    for name in sorted(named):
+        if hasattr(container.mixed_precision, name):
+            setattr(container.mixed_precision, name, getattr(container.model, name))
 
 
 def _refuse_unbuilt(container: ConfigContainer, layer: Layer) -> None:
