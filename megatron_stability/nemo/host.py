@@ -162,6 +162,8 @@ def _refuse_what_cannot_work(stability: StabilityConfig, args: BridgeArgs) -> No
             f"model.transformer_layer_spec {getattr(spec, '__qualname__', spec)}: stability.model and stability.fp8 "
             "act through a layer spec of their own; use a recipe with a stock spec, or drop the settings"
         )
+    if stability.data.skip_list is not None:
+        raise UsageError("stability.data.skip_list: Bridge does not say where its iterator begins; leave the list out")
     if stability.decide.snapshot_steps:
         raise UsageError("stability.decide.snapshot_steps: Bridge has no rewind within the process; set it to 0")
     if stability.checkpoint.manifest:
