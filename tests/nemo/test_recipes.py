@@ -90,7 +90,6 @@ WORDS = (
     (("train.train_iters=2e1",), "must be int"),
     (("recipe=nope",), "there is no recipe `nope`"),
     (("recipe=llama_foo",), "did you mean `llama"),
-    (("model.tensor_model_parallel_size=3",), "model.tensor_model_parallel_size 3 needs a multiple of 3 ranks"),
     (("scale_down.model.num_layers=2",), "give the keys themselves"),
     (("stability.modus=off",), "stability.modus is not a known key; did you mean `mode`?"),
 )
