@@ -73,6 +73,7 @@ EXTRAS = {
     "plotly": "report",
     "tokenizers": "tokenizers",
     "sentencepiece": "tokenizers",
+    "charset_normalizer": "audit",
     "pyarrow": "audit",
     "rensa": "audit",
 }

@@ -57,7 +57,7 @@ BOUNDS: Mapping[str, Bound] = MappingProxyType(
         "digit_run": Bound(96, 512),
         "markup": Bound(0.12, 0.30, tokens=32),
         "symbols": Bound(0.45, 0.60, tokens=32),
-        "word": Bound(256, 4096),
+        "word": Bound(256, 512),
         "bytes_per_token": Bound(1.65, None, share=0.55, tokens=16),
         "kinds": Bound(8, 4, tokens=64),
     }

@@ -79,11 +79,15 @@ class Blend:
         orders: of each data set.
         weights: of each, with sum 1; None for one data set that is no blend.
         size: samples.
+        which: [size] of each sample, its data set; None: worked out where it is asked for.
+        count: [size] of each sample, which of its data set's it is.
     """
 
     orders: Sequence[Order]
     weights: Sequence[float] | None
     size: int
+    which: Ints | None = None
+    count: Ints | None = None
     _which: list[int] = field(default_factory=list)  # of each sample so far, its data set
     _count: list[int] = field(default_factory=list)  # of each sample so far, which of its data set's it is
     _taken: list[int] = field(default_factory=list)  # so far, of each data set
@@ -101,6 +105,8 @@ class Blend:
             raise UsageError(f"sample {sample}: the run has samples 0 to {self.size - 1}")
         if self.weights is None:
             return 0, sample
+        if self.which is not None and self.count is not None:
+            return int(self.which[sample]), int(self.count[sample])
         self._extend(sample + 1)
         return self._which[sample], self._count[sample]
 
@@ -108,6 +114,8 @@ class Blend:
         """[k] the samples of the global order that are a data set's, its k-th at k."""
         if self.weights is None:
             return np.arange(self.size)
+        if self.which is not None:
+            return np.flatnonzero(self.which == data_set)
         self._extend(self.size)
         return np.flatnonzero(np.asarray(self._which, np.int16) == data_set)
 

@@ -32,6 +32,7 @@ from megatron_stability.ledger.ledger import Ledger
 from megatron_stability.megatron import evidence
 from megatron_stability.megatron.access import collectives, optimizer_state
 from megatron_stability.megatron.access.host import Host
+from megatron_stability.megatron.access.skipped import SkippedDocuments
 from megatron_stability.megatron.checkpoint.checkpoints import Checkpoints
 from megatron_stability.megatron.checkpoint.rewind import Rewinds
 from megatron_stability.megatron.checkpoint.run_files import RunFiles
@@ -76,6 +77,8 @@ class Runtime:
         self.files = RunFiles(config, args)
         self.checkpoints = Checkpoints(config, args, self.files, self.host)
         self.rewinds = Rewinds(config, args, self.checkpoints)
+        if config.data.skip_list is not None:
+            self.rewinds.data.skipped = SkippedDocuments(config.data.skip_list, args)
         self.sinks: list[Sink] = []
         self._ledger: Ledger | None = None
         self._writers: MegatronWriters | None = None
