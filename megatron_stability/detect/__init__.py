@@ -38,6 +38,7 @@ DETECTORS: tuple[Any, ...] = (
     growth.EmbeddingGrowth,
     limits.AttentionLogits,
     trend.AttentionLogitGrowth,
+    trend.QkGainDrift,
     limits.AttentionDeadHeads,
     limits.AttentionEntropy,
     limits.Fp8AmaxRise,

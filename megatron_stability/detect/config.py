@@ -166,7 +166,7 @@ class GradNormSpike(Windowed):
     warmup_steps: int = Field(20, ge=1, description="accepted values before the first verdict")
     floor: float = Field(1e-6, gt=0, description="a running mean below this counts as this")
     level_after: int = Field(4, ge=2, description="such norms in a row, alike, after which one more is a new level")
-    level_spread: float = Field(4.0, gt=1, description="largest over least norm of a level")
+    level_spread: float = Field(10.0, gt=1, description="largest over least norm of a level")
     adam_beta2: float = Field(0.999, gt=0, lt=1, description="for the steps that Adam needs to forget the spike")
 
 
@@ -322,6 +322,7 @@ class Detect(Section):
     embedding_growth: Growth = Growth()
     attention_logits: Limits = Limits(watch=100, medium=1000)
     attention_logit_growth: Trend = Trend(rise=0.4, block=10)
+    qk_gain_drift: Trend = Trend(rise=0.2, block=10)
     attention_dead_heads: Limits = Limits(watch=0)
     attention_entropy: Limits = Limits(small=0.05, persistence=3)
     fp8_amax_rise: Limits = Limits(watch=16, small=64)
