@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import os
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
@@ -23,7 +24,7 @@ from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from megatron_stability.errors import UsageError
-from megatron_stability.nemo.recipe import strict
+from megatron_stability.nemo.recipe import hub, source, strict
 from megatron_stability.nemo.recipe.recipe_file import Layer, RecipeFile
 
 # What a CPU can't do: each line turns off a CUDA kernel, NCCL or Transformer Engine. Set where the recipe has the key.
@@ -101,7 +102,7 @@ def recipe(name: str) -> Any:
     """
     known = [other for other in dir(recipes) if other.endswith("_config") and callable(getattr(recipes, other))]
     if name not in known:
-        hint = strict.suggestion(name, known) or f"; there are {len(known)}, e.g. vanilla_gpt_pretrain_config"
+        hint = source.nearest(name, known) or f"; there are {len(known)}, e.g. vanilla_gpt_pretrain_config"
         raise UsageError(f"recipe: there is no recipe `{name}` in megatron.bridge.recipes{hint}")
     function = getattr(recipes, name)
     wanted = [p.name for p in inspect.signature(function).parameters.values() if p.default is p.empty and p.kind < 2]
@@ -114,7 +115,9 @@ def _call(function: Any, name: str) -> ConfigContainer:
     try:
         container = function()
     except (OSError, ValueError, RuntimeError, ImportError) as error:  # most often the hub, for a model's shape
-        raise UsageError(f"recipe {name} can't be built here: {_sentence(error)}") from error
+        offline = f"; the model hub is not asked ({hub.OFFLINE}=1)" if os.environ.get(hub.OFFLINE) else ""
+        hint = "; `megatron-stability nemo --list` names recipes that need none" if source.asks_hub(name) else ""
+        raise UsageError(f"recipe {name} can't be built here: {_sentence(error)}{offline}{hint}") from error
     if not isinstance(container, ConfigContainer):
         raise UsageError(f"recipe {name} gives a {type(container).__name__}, not a ConfigContainer")
     return container
