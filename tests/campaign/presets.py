@@ -121,7 +121,7 @@ class PresetJob(Job):
 
     def _start(self) -> None:
         last, world = self.checkpoints[-1], self.scenario.world
-        ranks = [Rank(last.weights, last.state, world, self.preset) for _ in range(world)]
+        ranks = [Rank(last.weights, last.state, number, world, self.preset) for number in range(world)]
         info = RunInfo(mode="act", versions={}, layout={"data_parallel_size": world})
         batch = world * OWN
         stop: Stop | None = None
@@ -192,7 +192,7 @@ class PresetJob(Job):
         states = set()
         for rank in ranks:
             live = rank.pipeline.policy.state_dict()
-            fresh = Rank(target.weights, target.state, self.scenario.world, self.preset)
+            fresh = Rank(target.weights, target.state, 0, self.scenario.world, self.preset)
             if target.state is None:
                 rank.pipeline.load_state_dict(fresh.pipeline.state_dict() | {"policy": live})
             else:
