@@ -124,9 +124,10 @@ def audit(tokens: int, folder: Path, workers: int) -> None:
     begin = time.perf_counter()
     code = subprocess.run(command, stdout=subprocess.DEVNULL, check=False).returncode
     seconds = time.perf_counter() - begin
-    peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1024
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    peak, busy = used.ru_maxrss / 1024, used.ru_utime + used.ru_stime
     print(f"{tokens:.0e} tokens: {seconds:.1f} s, {tokens / seconds / 1e6:.1f} M tokens/s with {workers} processes, "
-          f"largest process {peak:.0f} MiB, exit code {code}")  # fmt: skip
+          f"{busy:.1f} s of all cores so far, largest process {peak:.0f} MiB, exit code {code}")  # fmt: skip
     Path(f"{prefix}.bin").unlink()
 
 
