@@ -164,7 +164,7 @@ def _binades(telemetry: Mapping[str, Any], fp8: RunFigures, gates: Gates) -> Ver
         gate="binades",
         outcome="fail",
         why=f"scales leave {float(value):.1f} binades to normal values{_where(telemetry, 'binades')}; the gate is "
-        f"{gates.binades:g}: a smaller --fp8-margin (mixed_precision's fp8_margin)",
+        f"{gates.binades:g}: a smaller --fp8-margin (model.fp8_margin)",
     )
 
 
@@ -193,7 +193,9 @@ def _remedy(fp8: RunFigures) -> str:
         return ""
     length, algorithm = fp8.history
     if (length, algorithm) == LONG_HISTORY:
-        return ": amaxes grow faster than a history follows; a larger --fp8-margin (fp8_margin) or a longer --warmup"
+        return (
+            ": amaxes grow faster than a history follows; a larger --fp8-margin (model.fp8_margin) or a longer --warmup"
+        )
     return (
         f": its scales follow the {algorithm} amax of {length} step{'s' if length > 1 else ''}; use "
         f"--fp8-amax-history-len {LONG_HISTORY[0]} --fp8-amax-compute-algo {LONG_HISTORY[1]} "

@@ -6,7 +6,7 @@ The healthy recipe passes; of four sabotages two fail by the name of their gate,
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -150,14 +150,18 @@ def train(
     return RunFigures(name=name, steps=entries, held_out=held_out, data=data_of, sketches=sketches, settings=settings)
 
 
-@pytest.fixture(scope="module")
-def controls() -> tuple[RunFigures, RunFigures]:
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """The net is so small that threads only wait for each other."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    try:
-        return train("bf16", None), train("seed 2", None, seed=2)
-    finally:
-        torch.set_num_threads(threads)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def controls() -> tuple[RunFigures, RunFigures]:
+    return train("bf16", None), train("seed 2", None, seed=2)
 
 
 def stuck(site: Site) -> bool:
