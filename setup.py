@@ -51,6 +51,7 @@ setup(
     package_data={
         "megatron_stability": [
             "py.typed",
+            "fp8_compare/*.html",
             "report/*.html",
             "report/*.css",
             "decide/presets/*.yaml",
@@ -66,6 +67,7 @@ setup(
         "modelopt": ["nvidia-modelopt>=0.47"],
         "report": REPORT,
         "alerts": ["apprise"],
+        "audit": ["charset-normalizer>=3", "pyarrow>=17", "rensa>=0.3", "numpy>=2"],
         "tokenizers": ["tokenizers>=0.21", "sentencepiece>=0.2"],
     },
     entry_points={"console_scripts": ["megatron-stability=megatron_stability.cli:main"]},

@@ -1,6 +1,6 @@
 """How well spikes are found: precision, recall, F1 and delay on labelled synthetic curves.
 
-    python benchmarks/detection_quality.py [--runs 12] [--steps 9000] [--healthy 3] [--json FILE]
+    python -m benchmarks.detection_quality [--runs 12] [--steps 9000] [--healthy 3] [--json FILE]
 
 A fault is found if a rule alerts between its start and its end; its delay is the steps to the first alert there. Alerts
 elsewhere, not within GRACE steps after a fault, are false; those within GAP steps of each other count once. Precision
@@ -11,6 +11,7 @@ applied (`observe`), and, but for stock's and ZClip's, loss and gradient norm al
     ours           every detector at its defaults, any verdict from WATCH up
     mu + 3 sigma   loss or norm above mean + 3 standard deviations of its last 100 values
     mu + 6 sigma   the same with fewer false alarms
+    OLMo-core      loss or norm above mean + 6 standard deviations of the last 128 steps, whatever they were
     10 x max       stock Megatron's check for spiky losses: loss of at least 10 x the largest of the first 100 steps
     ZClip          norm with z > 2.5 against exponential moving averages (alpha 0.97, 25 steps of warm-up); a flagged
                    norm enters the averages clipped
@@ -26,15 +27,14 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 
+from benchmarks.peers import Rule, olmo_core, sigmas, ten_times_max, zclip
 from megatron_stability.detect import build
 from megatron_stability.detect.config import Detect
 from megatron_stability.detect.curves import KINDS, Curve, Fault, synthesize
-from megatron_stability.detect.window import Window
 from megatron_stability.records import StepRecord
 
 GRACE, GAP = 100, 20
 SIGMAS = 0.01, 0.02, 0.05  # nats; loss noise of the curves in turn: large, usual and small batches
-Rule = Callable[[StepRecord], bool]
 
 
 def ours() -> Rule:
@@ -50,60 +50,11 @@ def ours() -> Rule:
     return alert
 
 
-def sigmas(k: float) -> Rule:
-    """Mean + k standard deviations of everything seen."""
-    windows = Window(100), Window(100)
-
-    def alert(record: StepRecord) -> bool:
-        values = record.loss, record.grad_norm
-        high = [len(w) >= 50 and x > w.mean + k * w.std for w, x in zip(windows, values, strict=True)]
-        for window, value in zip(windows, values, strict=True):
-            window.push(value)
-        return any(high)
-
-    return alert
-
-
-def ten_times_max() -> Rule:
-    """Stock Megatron's rule, with its 100 samples for the largest value."""
-    first: list[float] = []
-
-    def alert(record: StepRecord) -> bool:
-        if len(first) < 100:
-            first.append(record.loss)
-            return False
-        return record.loss >= 10 * max(first)
-
-    return alert
-
-
-def zclip() -> Rule:
-    """ZClip's z-score of the norm."""
-    first: list[float] = []
-    mean = variance = 0.0
-
-    def alert(record: StepRecord) -> bool:
-        nonlocal mean, variance
-        norm = record.grad_norm
-        if len(first) < 25:
-            first.append(norm)
-            mean = sum(first) / len(first)
-            variance = sum((x - mean) ** 2 for x in first) / len(first)
-            return False
-        sigma = math.sqrt(variance)
-        z = (norm - mean) / (sigma + 1e-6)
-        kept = mean + 2.5 * 2.5 / z * sigma if z > 2.5 else norm
-        mean = 0.97 * mean + 0.03 * kept
-        variance = 0.97 * variance + 0.03 * (kept - mean) ** 2
-        return z > 2.5
-
-    return alert
-
-
 RULES: dict[str, Callable[[], Rule]] = {
     "ours": ours,
     "mu + 3 sigma": partial(sigmas, 3.0),
     "mu + 6 sigma": partial(sigmas, 6.0),
+    "OLMo-core": olmo_core,
     "10 x max": ten_times_max,
     "ZClip": zclip,
 }

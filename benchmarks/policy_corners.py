@@ -1,6 +1,6 @@
 """What each preset does to runs at the corners: levels that change, spikes that heal, divergences, odd input.
 
-    python benchmarks/policy_corners.py [--runs 4] [--seed 100] [--out benchmarks/data/policy_corners.json]
+    python -m benchmarks.policy_corners [--runs 4] [--seed 100] [--out benchmarks/data/policy_corners.json]
 
 Every corner is a curve by sample, with noise from a seed, that answers to what the policy does: what a fault did is
 undone by a rewind to before it, a divergence then stays away (its window is left out and the rate is lower), and what
@@ -22,9 +22,11 @@ import random
 import subprocess
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from benchmarks.peers import Rule, olmo_core, sigmas, ten_times_max, zclip
 from megatron_stability.decide.config import Decide
 from megatron_stability.decide.episodes import Episodes
 from megatron_stability.decide.policy import TablePolicy
@@ -235,7 +237,7 @@ class Run:
                 self.step += 1
                 continue
             record = self.record(self.step)
-            self._watch(record)
+            self.watch(record)
             _, decision = self.pipeline.decide(record)
             out.told = out.told or (bool(decision.verdicts) and 0 <= self.step - self.corner.onset <= 20)
             self._count(decision.action, decision.parameters)
@@ -257,7 +259,7 @@ class Run:
                 self.saved.append((self.step, json.dumps(self.pipeline.state_dict(), allow_nan=False)))
         return out
 
-    def _watch(self, record: StepRecord) -> None:
+    def watch(self, record: StepRecord) -> None:
         """Start the clock."""
         corner, out = self.corner, self.out
         if out.clock is not None or corner.limit is None or self.step < corner.onset:
@@ -317,6 +319,34 @@ def row(name: str, preset: str, runs: int, seed: int) -> dict[str, Any]:
     return found
 
 
+PEERS: dict[str, Callable[[], Rule]] = {
+    "mu + 6 sigma": partial(sigmas, 6.0),
+    "OLMo-core": olmo_core,
+    "ZClip": zclip,
+    "Megatron": ten_times_max,
+}
+
+
+def peer(name: str, rule: str, runs: int, seed: int) -> dict[str, Any]:
+    """What a rule of others does on a corner's curves: steps on which it acts, and those where it does so in time.
+
+    They have one action, to withhold or clip the step (stock Megatron: to ask for a replay), and nothing that undoes a
+    divergence: each curve goes on as it is.
+    """
+    corner, flagged, steps, acted = CORNERS[name], 0, 0, 0
+    for number in range(seed, seed + runs):
+        curve, acts = Run(corner, "watch", number), PEERS[rule]()
+        records = [curve.record(step) for step in range(corner.start, corner.steps + 1)]
+        alerts = [record.step for record in records if acts(record)]
+        flagged, steps = flagged + len(alerts), steps + len(records)
+        for record in records:
+            curve.step = record.step
+            curve.watch(record)
+        clock = curve.out.clock
+        acted += clock is not None and any(corner.onset <= at <= clock + (corner.limit or 0) for at in alerts)
+    return {"acted on": flagged, "%": round(100 * flagged / steps, 2), "in time": acted if corner.limit else None}
+
+
 def main() -> None:
     """Print the table, and write it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -335,6 +365,10 @@ def main() -> None:
             acted = f"{found['acted']} of {found['runs']}, {found['delays']}" if "acted" in found else ""
             cells = f"{found['skips']:6}{found['rewinds']:8}{found['halts']:6}{found['stuck']:6}{found['told']:5}"
             print(f"{name:50}{preset:8}{cells}{found['lowered %']:8}  {acted}", flush=True)
+    for name in table:
+        table[name]["peers"] = {rule: peer(name, rule, args.runs, args.seed) for rule in PEERS}
+        cells = [f"{each['acted on']:6} {each['in time'] or ''!s:3}" for each in table[name]["peers"].values()]
+        print(f"{name:50}" + "".join(cells), flush=True)
     if args.out:
         text = json.dumps({"commit": commit, "seed": args.seed, "corners": table}, indent=1)
         args.out.write_text(text + "\n", encoding="utf-8")

@@ -40,6 +40,7 @@ COMMANDS = (
     Command("nemo", "megatron_stability.nemo.launch", "run", "train from a NeMo YAML recipe, on Megatron-Bridge"),
     Command("patch", "megatron_stability.megatron.patching.command", "run", "open the seams in an installed Megatron"),
     Command("prepare-data", "megatron_stability.megatron.start.prepare_data", "run", "make data files from text"),
+    Command("audit-data", "megatron_stability.data.audit.command", "run", "find bad documents before they train"),
     Command("checkpoint", "megatron_stability.checkpoints.command", "run", "list, verify, drill checkpoints"),
     Command(
         "cadence", "megatron_stability.checkpoints.cadence.command", "run", "how often to save, from measured costs"
@@ -72,6 +73,9 @@ EXTRAS = {
     "plotly": "report",
     "tokenizers": "tokenizers",
     "sentencepiece": "tokenizers",
+    "charset_normalizer": "audit",
+    "pyarrow": "audit",
+    "rensa": "audit",
 }
 
 

@@ -80,6 +80,14 @@ class Checkpoint(Section):
         return tuple(name.strip() for name in value.split(",") if name.strip()) if isinstance(value, str) else value
 
 
+class Data(Section):
+    """What of the training data is left out."""
+
+    skip_list: Path | None = Field(
+        None, description="documents that are not trained on, as audit-data lists them: they keep their places, masked"
+    )
+
+
 class StabilityConfig(Section):
     """The whole tree."""
 
@@ -94,6 +102,7 @@ class StabilityConfig(Section):
     qk_clip: QKClip = QKClip()
     record: Record = Record()
     checkpoint: Checkpoint = Checkpoint()
+    data: Data = Data()
 
     @field_validator("mode", mode="before")
     @classmethod

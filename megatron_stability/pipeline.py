@@ -2,7 +2,7 @@
 
     local signals ──observe──► StepRecord ──detect──► Verdicts ──decide──► Decision ──act──► optimizer ──► record
 
-`observe` is the only place where ranks talk: one all-gather of a fixed vector. From there on every rank computes the
+`observe` is the only place where ranks talk: two all-reduces of fixed width. From there on every rank computes the
 same values from the same record, so every rank takes the same decision without another word.
 
 Two calls a step, made by the adapter (`megatron/runtime.py`, for either host's loop):

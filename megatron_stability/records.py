@@ -19,7 +19,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from types import MappingProxyType
-from typing import Any
 
 PASSED_OVER = "passed_over"  # Decision.parameters: the step's samples were drawn and nothing was computed
 LEVEL = "level"  # Decision.parameters: of a rewind that may have met a level, of an APPLY that took it as one
@@ -139,7 +138,7 @@ class Episode:
     """Verdicts of one detector that belong together; equal on every rank.
 
     `tier`, `value`, `threshold` and `reason` are those of the worst verdict so far. `incident` is the first step of the
-    earliest of the episodes that overlap, so that one divergence has one number.
+    earliest of the episodes that overlap, or that a rewind closed just before, so that one divergence has one number.
     """
 
     incident: int
@@ -150,6 +149,7 @@ class Episode:
     value: float
     threshold: float
     verdicts: int
+    grave: int = 0  # of the verdicts, those that were LARGE or above
     reason: str
 
 
@@ -177,25 +177,6 @@ class Decision:
         """The action in capitals, with the advised one where that is another."""
         taken = self.action.upper()
         return taken if self.action is self.advised else f"{taken} (would {self.advised.upper()})"
-
-
-class IncidentClass(StrEnum):
-    """The four causes that triage tells apart."""
-
-    DATA = "data"
-    OPTIMIZATION = "optimization"
-    NUMERICS = "numerics"
-    SYSTEMS = "systems"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Incident:
-    """A decision other than APPLY together with what is needed to explain it later."""
-
-    record: StepRecord
-    decision: Decision
-    suspected: IncidentClass
-    evidence: Mapping[str, Any] = field(default=_NO_SIGNALS)
 
 
 def encode_float(value: float) -> float | str:

@@ -43,6 +43,7 @@ SIGNALS: Mapping[str, str] = MappingProxyType(
         "data/entropy": "least token entropy of a row of the batch; nats",
         "data/next/repeated": "as data/repeated, of the batch after this step's",
         "data/next/entropy": "as data/entropy, of the batch after this step's; nats",
+        "data/masked": "targets of the step that the skip list takes out of the loss",
         "ranks/weights": "ranks whose weights differ from their data-parallel replicas'",
         "ranks/expert_weights": "ranks whose expert weights differ from their replicas'",
         "ranks/compute": "ranks that make something else of a fixed micro-batch than their replicas",

@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import os
 import threading
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -28,7 +28,7 @@ from megatron_stability.checkpoints import dcp_metadata
 from megatron_stability.checkpoints.lineage import Place
 from megatron_stability.echo import brief, said
 from megatron_stability.errors import UsageError
-from megatron_stability.ledger.entries import strict
+from megatron_stability.ledger.entries import strict, strict_text
 
 MANIFEST, MARKER, SUSPECT = "stability_manifest.json", "stability_complete", "stability_suspect.json"
 OWN_FILES = frozenset({MANIFEST, MARKER, SUSPECT})
@@ -131,32 +131,18 @@ def fingerprints_name(rank: int | Literal["*"]) -> str:
 
 def file_names(folder: Path) -> list[str]:
     """Every file below the folder but our own and temporary ones, sorted, with `/` between parts."""
-    names = (path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
-    return sorted(name for name in names if name not in OWN_FILES and not name.startswith(files.TEMPORARY))
+    names = (name for name in _walked(folder, "") if name not in OWN_FILES and not name.startswith(files.TEMPORARY))
+    return sorted(names)
 
 
-def share(names: Iterable[str], rank: int, world: int) -> list[str]:
-    """The files that a rank hashes, of a partition of `names`.
-
-    Megatron's writers name their files `__RANK_*`: what a rank wrote is still in its host's page cache. Files in
-    subfolders (the older format) are spread by their names; the rest is rank 0's, which also wrote it.
-
-    Args:
-        names: relative names; the result for one name does not depend on the others.
-        rank: of `world`.
-        world: number of ranks.
-
-    Returns:
-        This rank's names, sorted.
-    """
-    return sorted(name for name in names if _owner(name) % world == rank)
-
-
-def _owner(name: str) -> int:
-    if "/" in name:
-        return xxhash.xxh64_intdigest(name.encode())
-    first = name.removeprefix("__").partition("_")[0]
-    return int(first) if name.startswith("__") and first.isdecimal() else 0
+def _walked(folder: Path, inside: str) -> Iterator[str]:
+    """Files below, without a `stat` of each: a folder says of its entries what they are. Links to folders are none."""
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            if entry.is_dir(follow_symlinks=False):
+                yield from _walked(folder / entry.name, f"{inside}{entry.name}/")
+            elif entry.is_file():
+                yield f"{inside}{entry.name}"
 
 
 def hash_files(
@@ -250,13 +236,22 @@ def write(folder: Path, manifest: Manifest) -> None:
     Raises:
         OSError: no space, or another failure; the folder then has no marker.
     """
-    text = json.dumps(strict(manifest.model_dump(mode="json")), allow_nan=False, indent=1, sort_keys=True).encode()
+    text = _text(manifest)
     begin(folder)
-    inside = {folder / parent for name in manifest.files for parent in PurePosixPath(name).parents}
-    for each in inside | {folder, folder.parent}:  # a folder is named in the one around it
+    inside = {name.rpartition("/")[0] for name in manifest.files if "/" in name}
+    around = {folder / path for name in inside for path in (name, *map(str, PurePosixPath(name).parents))}
+    for each in around | {folder, folder.parent}:  # a folder is named in the one around it
         files.sync_folder(each)
     files.write_atomically(folder / MANIFEST, text)
     files.write_atomically(folder / MARKER, _seal(text))
+
+
+def _text(manifest: Manifest) -> bytes:
+    """As JSON; the files' entries, of which there are as many as ranks, hold nothing that needs a second look."""
+    known: dict[str, Any] = strict(manifest.model_dump(mode="json", exclude={"files"}))
+    entries = manifest.files.items()
+    known["files"] = {strict_text(name): {"size": e.size, "xxh3_128": e.xxh3_128} for name, e in entries}
+    return json.dumps(known, allow_nan=False, indent=1, sort_keys=True).encode()
 
 
 def _seal(manifest: bytes) -> bytes:
@@ -275,24 +270,27 @@ def check(folder: Path) -> tuple[Manifest | None, list[Problem]]:
     Returns:
         The manifest where it can be believed, and what speaks against the folder.
     """
-    manifest, problems = _believed(folder)
-    if manifest is not None:
-        for name, entry in manifest.files.items():
-            try:
-                found = (folder / name).stat()
-                files.refuse_special(folder / name, found)
-            except OSError as error:
-                missing = isinstance(error, FileNotFoundError | NotADirectoryError)
-                problems.append(_unreadable(name, error) if not missing else Problem("missing", name, "is missing"))
-                continue
-            if found.st_size != entry.size:
-                problems.append(
-                    Problem("size", name, f"has {found.st_size} bytes, and had {entry.size} when it was saved")
-                )
-    return manifest, problems
+    manifest, problems = believed(folder)
+    return manifest, problems if manifest is None else _sizes(folder, manifest.files)
 
 
-def _believed(folder: Path) -> tuple[Manifest | None, list[Problem]]:
+def _sizes(folder: Path, entries: Mapping[str, FileEntry]) -> list[Problem]:
+    problems = []
+    for name, entry in entries.items():
+        try:
+            found = (folder / name).stat()
+            files.refuse_special(folder / name, found)
+        except OSError as error:
+            missing = isinstance(error, FileNotFoundError | NotADirectoryError)
+            problems.append(_unreadable(name, error) if not missing else Problem("missing", name, "is missing"))
+            continue
+        if found.st_size != entry.size:
+            problems.append(Problem("size", name, f"has {found.st_size} bytes, and had {entry.size} when it was saved"))
+    return problems
+
+
+def believed(folder: Path) -> tuple[Manifest | None, list[Problem]]:
+    """The manifest where marker and checksum say that it was written whole; no other file is looked at."""
     try:
         marker = files.read_bytes(folder / MARKER, files.SMALL)
     except FileNotFoundError:
@@ -317,33 +315,32 @@ def _believed(folder: Path) -> tuple[Manifest | None, list[Problem]]:
     return manifest, []
 
 
-def verify(
-    folder: Path,
-    *,
-    threads: int = THREADS,
-    names: Collection[str] | None = None,
-    on_bytes: OnBytes | None = None,
-) -> list[Problem]:
+def verify(folder: Path, *, threads: int = THREADS, on_bytes: OnBytes | None = None) -> list[Problem]:
     """Everything that speaks against loading a folder, its files' bytes read and hashed.
 
     Args:
         folder: the checkpoint's.
         threads: at most so many files at once; memory is bounded by threads × 4 MiB.
-        names: hash these files only (a rank's share); None: all.
         on_bytes: told of progress.
 
     Returns:
         Problems by file name; none where the folder is whole.
     """
-    manifest, problems = check(folder)
-    if manifest is None:
-        return problems
+    manifest, problems = believed(folder)
+    return problems if manifest is None else verify_files(folder, manifest.files, threads=threads, on_bytes=on_bytes)
+
+
+def verify_files(
+    folder: Path, entries: Mapping[str, FileEntry], *, threads: int = THREADS, on_bytes: OnBytes | None = None
+) -> list[Problem]:
+    """As `verify`, of some files whose entries are known: no other file of the folder is looked at."""
+    problems = _sizes(folder, entries)
     bad = {problem.file for problem in problems}
-    wanted = [name for name in manifest.files if name not in bad and (names is None or name in names)]
+    wanted = [name for name in entries if name not in bad]
     for name, entry in _each(folder, wanted, threads, False, on_bytes).items():
         if isinstance(entry, OSError):
             problems.append(_unreadable(name, entry))
-        elif entry != manifest.files[name]:
+        elif entry != entries[name]:
             problems.append(Problem("checksum", name, "has other bytes than when it was saved (wrong checksum)"))
         elif PurePosixPath(name).name == dcp_metadata.FILE:
             problems += _unsafe(folder, name)

@@ -48,19 +48,25 @@ def data_sets(args: Any) -> list[DataSet]:
     if given["data_path"] and given["data_args_path"]:
         raise UsageError("--data-path and --data-args-path both name data; drop one of the two")
     if given["data_args_path"]:
-        return _blend("--data-args-path", "all", _text("--data-args-path", given["data_args_path"]).split())
+        return blend("--data-args-path", "all", _text("--data-args-path", given["data_args_path"]).split())
     if given["data_path"]:
-        return _blend("--data-path", "all", given["data_path"])
+        return blend("--data-path", "all", given["data_path"])
     if given["per_split_data_args_path"]:
         return _per_split("--per-split-data-args-path", given["per_split_data_args_path"])
     found = []
     for split in PER_SPLIT:
-        found += _blend(f"--{split}-data-path", split, getattr(args, f"{split}_data_path", None) or [])
+        found += blend(f"--{split}-data-path", split, getattr(args, f"{split}_data_path", None) or [])
     return found
 
 
-def _blend(flag: str, split: str, words: Sequence[str]) -> list[DataSet]:
-    """Pairs of weight and prefix where all first words of the pairs are numbers; else every word is a prefix."""
+def blend(flag: str, split: str, words: Sequence[str]) -> list[DataSet]:
+    """Pairs of weight and prefix where all first words of the pairs are numbers; else every word is a prefix.
+
+    Args:
+        flag: that gave the words.
+        split: which they serve.
+        words: of the flag.
+    """
     words = [str(word).strip() for word in words]
     weights = [_weight(word) for word in words[::2]]
     if len(words) % 2 or None in weights:
@@ -79,14 +85,14 @@ def _per_split(flag: str, file: str) -> list[DataSet]:
     try:
         blends = files.parse_json(_text(flag, file))
         by_split = [(split, blends[split]) for split in PER_SPLIT]
-        if not all(blend is None or isinstance(blend, str | list) for _, blend in by_split):
+        if not all(given is None or isinstance(given, str | list) for _, given in by_split):
             raise TypeError("a blend is a list or a text")
     except (ValueError, KeyError, TypeError) as error:
         raise UsageError(f"{flag} {file}: is not a JSON object with train, valid and test ({error!r})") from None
     return [
         data_set
-        for split, blend in by_split
-        for data_set in _blend(flag, split, blend.split() if isinstance(blend, str) else blend or [])
+        for split, given in by_split
+        for data_set in blend(flag, split, given.split() if isinstance(given, str) else given or [])
     ]
 
 

@@ -14,8 +14,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from megatron_stability import files
 from megatron_stability.errors import UsageError
@@ -63,6 +65,24 @@ class Index:
         with files.open_regular(self.idx) as stream:
             begin = _number(stream.fileno(), "<q", HEAD + self.sequences * _SIZE + first * _OFFSET)
             return (_end_of(stream.fileno(), self.sequences, end - 1, self.dtype) - begin) // self.dtype.itemsize
+
+    def lengths(self) -> npt.NDArray[np.int32]:
+        """[S] tokens of each sequence, mapped."""
+        if not self.sequences:
+            return np.zeros(0, np.int32)
+        return np.memmap(self.idx, np.int32, "r", HEAD, (self.sequences,))
+
+    def offsets(self, first: int = 0, end: int | None = None) -> npt.NDArray[np.int64]:
+        """[end - first] where sequences begin in the `.bin`, in tokens."""
+        end = self.sequences if end is None else end
+        if first >= end:
+            return np.zeros(0, np.int64)
+        at = HEAD + self.sequences * _SIZE + first * _OFFSET
+        return np.fromfile(self.idx, np.int64, end - first, offset=at) // self.dtype.itemsize
+
+    def ids(self) -> npt.NDArray[Any]:
+        """The tokens of the `.bin`, mapped."""
+        return np.memmap(self.bin, self.dtype, "r") if self.size else np.zeros(0, self.dtype)
 
     def refuse_wrong_sizes(self) -> None:
         """Add up every sequence's size; reads a third of the index.

@@ -8,7 +8,6 @@ All four are built in a folder of their own and renamed into place, the index la
 one, so an interrupted run leaves nothing that could be trained on.
 """
 
-import argparse
 import hashlib
 import json
 import os
@@ -17,6 +16,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from itertools import batched
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
@@ -27,13 +27,19 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 
 from megatron_stability import __version__
 from megatron_stability.data import tokenizers
+from megatron_stability.data.encodings import decoded
+from megatron_stability.data.prepare_flags import parser
 from megatron_stability.data.sources import DEFAULT_PATTERNS, Document, Source, discover, documents
 from megatron_stability.data.splits import fitting
+from megatron_stability.data.tokenizer_table import byte_classes
 from megatron_stability.data.tokenizers import Ids, Tokenizer
+from megatron_stability.data.warnings import Warnings
+from megatron_stability.echo import said
 from megatron_stability.errors import EXIT_FINE, UsageError
 from megatron_stability.ledger.entries import strict
 
 BIN, IDX, PROVENANCE, META = ".bin", ".idx", ".provenance.jsonl", ".meta.json"
+QUARANTINE = ".quarantine.jsonl"  # lines that were no documents, with --on-error quarantine
 MAX_DOCUMENT_TOKENS = 2**31 - 1  # the index keeps lengths as int32
 
 
@@ -52,6 +58,8 @@ class Options:
         workers: threads that encode; the result does not depend on it.
         overwrite: replace a data set of the same prefix.
         follow_links: take files that a link in a folder leads to, out of that folder too.
+        quarantine: lines of JSONL that are no documents go to PREFIX.quarantine.jsonl; else the first ends the run.
+        encoding: of text files, for `codecs`; None: their bytes as they are; "detect": by charset-normalizer.
     """
 
     tokenizer: Path | None = None
@@ -64,6 +72,8 @@ class Options:
     workers: int = 1
     overwrite: bool = False
     follow_links: bool = False
+    quarantine: bool = False
+    encoding: str | None = None
 
 
 @dataclass(frozen=True)
@@ -79,6 +89,7 @@ class Summary:
         vocab_size: V of the tokenizer.
         eod_id: the id that ends a document.
         training_flags: Megatron's flags to train on it.
+        warnings: (kind, documents, what it is, the first of them) of documents that are unlike any text.
     """
 
     prefix: str
@@ -89,6 +100,7 @@ class Summary:
     vocab_size: int
     eod_id: int
     training_flags: tuple[str, ...]
+    warnings: tuple[tuple[str, int, str, str], ...] = ()
 
 
 @dataclass
@@ -98,6 +110,7 @@ class _Counts:
     tokens: int = 0
     text_bytes: int = 0
     largest_id: int = -1
+    quarantined: int = 0
 
 
 class Index(Protocol):
@@ -113,6 +126,7 @@ class Index(Protocol):
 
 
 OpenIndex = Callable[[str, int], Index]  # path of the .bin, vocabulary size V
+BadLine = Callable[[str, bytes, UsageError], None]
 
 
 def prepare(
@@ -142,11 +156,13 @@ def prepare(
         target.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".prepare-data-", dir=target.parent) as folder:
             built = Path(folder) / "data"
-            counts = _build(sources, built, tokenizer, open_index, options)
+            warnings = Warnings(byte_classes(options.tokenizer))
+            counts = _build(sources, built, tokenizer, open_index, options, warnings)
             flags = ["--data-path", str(target), *tokenizers.training_flags(tokenizer)]
             flags += ["--split", fitting(counts.documents)]  # Megatron's default leaves a split of few documents empty
             _write_meta(built, [str(given) for given in inputs], tokenizer, options, counts, flags)
             _publish(built, target)
+            _publish_quarantine(built, target, counts)
     except OSError as error:
         raise UsageError(f"--output {target} cannot be written ({error.strerror}); choose another folder.") from error
     return Summary(
@@ -158,6 +174,7 @@ def prepare(
         vocab_size=tokenizer.vocab_size,
         eod_id=tokenizer.eod_id,
         training_flags=tuple(flags),
+        warnings=tuple(warnings.table()),
     )
 
 
@@ -182,18 +199,35 @@ def _names(stem: str) -> list[str]:
 
 
 def _build(
-    sources: Sequence[Source], built: Path, tokenizer: Tokenizer, open_index: OpenIndex, options: Options
+    sources: Sequence[Source],
+    built: Path,
+    tokenizer: Tokenizer,
+    open_index: OpenIndex,
+    options: Options,
+    warnings: Warnings,
 ) -> _Counts:
     """Writes bin, idx and provenance; raises UsageError when no document is left."""
     counts = _Counts()
     eod = np.array([tokenizer.eod_id] if options.append_eod else [], dtype=np.int64)
     builder = open_index(f"{built}{BIN}", tokenizer.vocab_size)
     try:
-        with Path(f"{built}{PROVENANCE}").open("w", encoding="utf-8", newline="\n") as provenance:
-            for document, ids in _encoded(sources, tokenizer, options):
+        with (
+            Path(f"{built}{PROVENANCE}").open("w", encoding="utf-8", newline="\n") as provenance,
+            Path(f"{built}{QUARANTINE}").open("w", encoding="utf-8", newline="\n") as quarantine,
+        ):
+
+            def bad_line(place: str, line: bytes, error: UsageError) -> None:
+                counts.quarantined += 1
+                warnings.unreadable(place)
+                said = {"place": place, "why": str(error), "line": line.decode("utf-8", "backslashreplace")}
+                quarantine.write(json.dumps(said) + "\n")
+
+            for document, ids in _encoded(sources, tokenizer, options, bad_line if options.quarantine else None):
                 if ids.size == 0:
                     counts.empty_documents += 1
+                    warnings.empty(document.place())
                     continue
+                warnings.add(document.place(), ids)
                 tokens = np.concatenate([ids, eod])
                 if tokens.size > MAX_DOCUMENT_TOKENS:
                     raise UsageError(f"{document.place()} has {tokens.size} tokens; an index holds 2^31 - 1, split it.")
@@ -203,6 +237,7 @@ def _build(
                 counts.tokens += tokens.size
                 counts.largest_id = max(counts.largest_id, int(tokens.max()))
                 counts.text_bytes += len(document.text)
+        warnings.flush()
         if counts.documents == 0:
             raise UsageError(_nothing(options))
         builder.finalize(f"{built}{IDX}")
@@ -221,10 +256,13 @@ def _provenance(number: int, document: Document, tokens: int) -> dict[str, Any]:
     source = document.source
     place = {"input": source.input, "path": source.path, "offset": document.offset, "bytes": document.length}
     line = {} if document.line is None else {"line": document.line}
-    return {"document": number, **place, **line, "tokens": tokens}
+    encoding = {} if document.encoding is None else {"encoding": document.encoding}
+    return {"document": number, **place, **line, **encoding, "tokens": tokens}
 
 
-def _encoded(sources: Sequence[Source], tokenizer: Tokenizer, options: Options) -> Iterator[tuple[Document, Ids]]:
+def _encoded(
+    sources: Sequence[Source], tokenizer: Tokenizer, options: Options, bad_line: BadLine | None
+) -> Iterator[tuple[Document, Ids]]:
     """Documents and their ids [n], without EOD, in order; encoded by threads, since the tokenizers release the GIL."""
 
     def encode(document: Document) -> Ids:
@@ -238,7 +276,7 @@ def _encoded(sources: Sequence[Source], tokenizer: Tokenizer, options: Options) 
             raise UsageError(f"{document.place()} holds the end-of-document token as text; choose another --eod-token.")
         return ids
 
-    taken = _within(sources, options)
+    taken = _within(sources, options, bad_line)
     if options.workers == 1:
         yield from ((document, encode(document)) for document in taken)
         return
@@ -247,7 +285,7 @@ def _encoded(sources: Sequence[Source], tokenizer: Tokenizer, options: Options) 
             yield from zip(batch, pool.map(encode, batch), strict=True)
 
 
-def _within(sources: Sequence[Source], options: Options) -> Iterator[Document]:
+def _within(sources: Sequence[Source], options: Options, bad_line: BadLine | None) -> Iterator[Document]:
     """Documents in order, up to the first that would pass `max_bytes`; shows progress on a terminal."""
     left = float("inf") if options.max_bytes is None else options.max_bytes
     console = Console(stderr=True)
@@ -255,7 +293,9 @@ def _within(sources: Sequence[Source], options: Options) -> Iterator[Document]:
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task("tokenizing", total=min(left, sum(source.size for source in sources)))
         for source in sources:
-            for document in documents(source, options.jsonl_key):
+            for document in map(
+                partial(decoded, encoding=options.encoding), documents(source, options.jsonl_key, bad_line)
+            ):
                 left -= len(document.text)
                 if left < 0:
                     return
@@ -277,6 +317,7 @@ def _write_meta(
         "patterns": options.patterns,
         "exclude": options.exclude,
         "max_bytes": options.max_bytes,
+        "encoding": options.encoding,
         **vars(counts),
         "sha256": {suffix: _sha256(Path(f"{built}{suffix}")) for suffix in (BIN, IDX, PROVENANCE)},
         "training_flags": flags,
@@ -298,32 +339,13 @@ def _publish(built: Path, target: Path) -> None:
         made.replace(target.with_name(name))
 
 
-def parser() -> argparse.ArgumentParser:
-    """The command's flags."""
-    flags = argparse.ArgumentParser(
-        prog="megatron-stability prepare-data",
-        description="Makes Megatron's .bin and .idx from text, with the source of every document beside them.",
-        epilog="example: megatron-stability prepare-data docs/ notes.jsonl --output data/notes --pattern '*.md'",
-        allow_abbrev=False,
-    )
-    flags.add_argument("inputs", nargs="+", metavar="INPUT", help="text file, .jsonl file, or folder (recursive)")
-    flags.add_argument("--output", required=True, metavar="PREFIX", help="writes PREFIX.bin, .idx and two sidecars")
-    flags.add_argument("--tokenizer", type=Path, metavar="FILE", help="tokenizer .json or .model; bytes without it")
-    flags.add_argument("--eod-token", metavar="TOKEN", help="token that ends a document, where FILE does not say")
-    flags.add_argument("--append-eod", action=argparse.BooleanOptionalAction, default=True, help="default: on")
-    flags.add_argument("--jsonl-key", default="text", metavar="KEY", help="key of the text in JSONL (default: text)")
-    flags.add_argument(
-        "--pattern", action="append", metavar="GLOB", help=f"files of folders (default: {' '.join(DEFAULT_PATTERNS)})"
-    )
-    flags.add_argument("--exclude", action="append", default=[], metavar="GLOB", help="paths of folders to leave out")
-    flags.add_argument("--max-bytes", type=int, metavar="N", help="stop before the document that would pass N bytes")
-    flags.add_argument("--workers", type=int, default=1, metavar="N", help="threads that encode (default: 1)")
-    flags.add_argument("--overwrite", action="store_true", help="replace a data set of the same prefix")
-    flags.add_argument(
-        "--follow-links", action="store_true", help="take files that links in folders lead to, out of them"
-    )
-    flags.add_argument("--json", action="store_true", help="print the summary as JSON")
-    return flags
+def _publish_quarantine(built: Path, target: Path, counts: _Counts) -> None:
+    """Beside the data set where it holds a line; one of an earlier data set goes."""
+    place = target.with_name(target.name + QUARANTINE)
+    if counts.quarantined:
+        built.with_name(built.name + QUARANTINE).replace(place)
+    else:
+        place.unlink(missing_ok=True)
 
 
 def run(argv: list[str], open_index: OpenIndex) -> int:
@@ -348,6 +370,8 @@ def run(argv: list[str], open_index: OpenIndex) -> int:
         workers=args.workers,
         overwrite=args.overwrite,
         follow_links=args.follow_links,
+        quarantine=args.on_error == "quarantine",
+        encoding=args.encoding,
     )
     summary = prepare(args.inputs, args.output, open_index, options)
     if args.json:
@@ -355,5 +379,7 @@ def run(argv: list[str], open_index: OpenIndex) -> int:
         return EXIT_FINE
     skipped = f" ({summary.empty_documents} empty ones left out)" if summary.empty_documents else ""
     print(f"{summary.prefix}: {summary.documents} documents{skipped}, {summary.tokens} tokens.")
+    for kind, count, what, first in summary.warnings:
+        print(said(f"warning: {count} documents: {kind} ({what}), the first {first}"))
     print("Train on it with: " + shlex.join(summary.training_flags))
     return EXIT_FINE

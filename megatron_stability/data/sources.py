@@ -8,7 +8,7 @@ import io
 import json
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -45,6 +45,7 @@ class Document:
         offset: first byte in the file, of the text or of the JSONL line.
         length: bytes in the file; a JSONL line without its line end.
         line: line number from 1 in a JSONL file, None for a text file.
+        encoding: that the text was in, where it was brought to UTF-8.
         text: the text; a text file's bytes as they are, a JSONL value as UTF-8.
     """
 
@@ -53,6 +54,7 @@ class Document:
     length: int
     line: int | None
     text: bytes
+    encoding: str | None = None
 
     def place(self) -> str:
         """`file` or `file:line`, for messages."""
@@ -121,12 +123,15 @@ def _fits(path: str, patterns: Sequence[str]) -> bool:
     return any(fnmatch.fnmatchcase(path, pattern) or fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
 
 
-def documents(source: Source, jsonl_key: str) -> Iterator[Document]:
+def documents(
+    source: Source, jsonl_key: str, bad_line: Callable[[str, bytes, UsageError], None] | None = None
+) -> Iterator[Document]:
     """The documents of one file: a text file is one, a JSONL file has one a line.
 
     Args:
         source: the file.
         jsonl_key: the key of a JSONL line that holds the text.
+        bad_line: told of a line that is no document (place, line, why), which is then left out; None: an error.
 
     Yields:
         Documents in file order; an empty text is yielded too, blank JSONL lines are not.
@@ -144,15 +149,30 @@ def documents(source: Source, jsonl_key: str) -> Iterator[Document]:
             for number, line in enumerate(lines, start=1):
                 raw = line.rstrip(b"\r\n")
                 if raw.strip():
-                    text = _jsonl_text(raw, f"{source.file}:{number}", jsonl_key)
-                    yield Document(source, offset, len(raw), number, text)
+                    try:
+                        text = jsonl_text(raw, f"{source.file}:{number}", jsonl_key)
+                    except UsageError as error:
+                        if bad_line is None:
+                            raise
+                        bad_line(f"{source.file}:{number}", raw, error)
+                    else:
+                        yield Document(source, offset, len(raw), number, text)
                 offset += len(line)
     except OSError as error:
         raise UsageError(f"input {source.file} cannot be read ({error.strerror}).") from error
 
 
-def _jsonl_text(raw: bytes, place: str, key: str) -> bytes:
-    """The text under `key` of one JSONL line, as UTF-8."""
+def jsonl_text(raw: bytes, place: str, key: str) -> bytes:
+    """The text under `key` of one JSONL line, as UTF-8.
+
+    Args:
+        raw: the line.
+        place: names it in errors.
+        key: of the text.
+
+    Raises:
+        UsageError: it is no JSON object with a text under the key.
+    """
     try:
         value = json.loads(raw.decode("utf-8"))
     except UnicodeDecodeError as error:

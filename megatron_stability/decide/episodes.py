@@ -26,6 +26,7 @@ from megatron_stability.records import (
 
 QUIET_LOOKS = 2  # a signal that is measured now and then has to be seen this often without a verdict
 WORSE = 4.0  # times further beyond the threshold than when it was last told of
+LASTS = 3  # grave verdicts that are more than a single step's, which is withheld and forgotten
 
 
 @dataclass
@@ -40,6 +41,9 @@ class _Open:
 class Episodes:
     """The open episodes of a run.
 
+    An incident is the episodes that overlap. A rewind closes them, and what opens again before the run has been quiet
+    beyond the step that asked for it is the same incident.
+
     Args:
         detectors: of the run; one whose signals a step does not have could not have spoken at it.
         quiet_steps: steps without a verdict after which an episode is over.
@@ -49,6 +53,7 @@ class Episodes:
         self._requires = {detector.name: detector.requires for detector in detectors}
         self._quiet_steps = quiet_steps
         self._open: dict[str, _Open] = {}
+        self._undone: tuple[int, int] | None = None  # incident that a rewind closed, and the last step that is still it
 
     @property
     def open(self) -> tuple[Episode, ...]:
@@ -68,6 +73,9 @@ class Episodes:
         changes = [change for verdict in decision.verdicts if (change := self._raised(verdict)) is not None]
         spoke = {verdict.detector for verdict in decision.verdicts}
         over = decision.action in (Action.REWIND, Action.HALT)
+        if decision.action is Action.REWIND:
+            first = min((each.episode.incident for each in self._open.values()), default=record.step)
+            self._undone = first, record.step + self._quiet_steps
         for name, each in list(self._open.items()):
             if name not in spoke and record.finite:
                 each.looks += all(signal in record.signals for signal in self._requires.get(name, ()))
@@ -80,11 +88,14 @@ class Episodes:
         beyond, each = _beyond(verdict), self._open.get(verdict.detector)
         if each is None:
             incident = min((other.episode.incident for other in self._open.values()), default=verdict.step)
+            if self._undone is not None and verdict.step <= self._undone[1]:
+                incident = min(incident, self._undone[0])
             self._open[verdict.detector] = _Open(_first(verdict, incident), beyond)
             return Change.OPENED, self._open[verdict.detector].episode
         before = each.episode
         each.looks = 0
-        each.episode = replace(before, last_step=verdict.step, verdicts=before.verdicts + 1)
+        grave = before.grave + _is_grave(verdict)
+        each.episode = replace(before, last_step=verdict.step, verdicts=before.verdicts + 1, grave=grave)
         graver = verdict.tier.severity > before.tier.severity
         if graver or (verdict.tier is before.tier and beyond > _beyond(before)):
             each.episode = replace(
@@ -97,10 +108,10 @@ class Episodes:
             if graver or beyond > WORSE * each.told:
                 each.told = beyond
                 return Change.WORSENED, each.episode
-        return None
+        return (Change.WORSENED, each.episode) if before.grave < grave == LASTS else None
 
     def state_dict(self) -> list[dict[str, Any]]:
-        """The open episodes as JSON primitives."""
+        """The open episodes as JSON primitives; what a rewind closed is remembered by the process alone."""
         fields = [asdict(each.episode) | {"told": each.told, "looks": each.looks} for each in self._open.values()]
         return [
             {name: encode_float(value) if isinstance(value, float) else value for name, value in saved.items()}
@@ -126,8 +137,13 @@ def _first(verdict: Verdict, incident: int) -> Episode:
         value=verdict.value,
         threshold=verdict.threshold,
         verdicts=1,
+        grave=int(_is_grave(verdict)),
         reason=verdict.reason,
     )
+
+
+def _is_grave(verdict: Verdict) -> bool:
+    return verdict.tier.severity >= Tier.LARGE.severity
 
 
 def _beyond(found: Verdict | Episode) -> float:

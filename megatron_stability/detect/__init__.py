@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_stability.detect import data, grad_norm, growth, level, limits, loss, trend
+from megatron_stability.detect import data, expected, grad_norm, growth, level, limits, loss, trend
 from megatron_stability.detect.base import Detector
 from megatron_stability.detect.config import Detect
-from megatron_stability.detect.expected import ExpectedChange
 from megatron_stability.detect.non_finite import NonFinite
 from megatron_stability.detect.odd import OddInput
 from megatron_stability.detect.rank_agreement import RankAgreement
@@ -16,7 +15,7 @@ from megatron_stability.detect.rank_agreement import RankAgreement
 DETECTORS: tuple[Any, ...] = (
     NonFinite,
     RankAgreement,
-    ExpectedChange,
+    expected.ExpectedChange,
     grad_norm.GradNormSpike,
     grad_norm.GradNormZ,
     grad_norm.GradNormCalibrated,
@@ -39,6 +38,7 @@ DETECTORS: tuple[Any, ...] = (
     growth.EmbeddingGrowth,
     limits.AttentionLogits,
     trend.AttentionLogitGrowth,
+    trend.QkGainDrift,
     limits.AttentionDeadHeads,
     limits.AttentionEntropy,
     limits.Fp8AmaxRise,
@@ -52,6 +52,7 @@ DETECTORS: tuple[Any, ...] = (
     limits.MoeDrops,
     growth.MoeRouterZ,
     data.BadBatch,
+    data.TokenDrop,
     OddInput,
     growth.Throughput,
 )

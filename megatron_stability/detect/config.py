@@ -106,7 +106,7 @@ class LossMad(Windowed):
     prior: float = Field(0.1, ge=0, description="nats; a deviation below this counts as this until 50 are accepted")
     k: float = Field(6.0, gt=0, description="robust standard deviations")
     watch: float = Field(0.5, gt=0, description="nats from which K_WATCH sigma need no persistence")
-    k_watch: float = Field(7.0, gt=0, description="robust standard deviations of a rise by WATCH nats")
+    k_watch: float = Field(6.0, gt=0, description="robust standard deviations of a rise by WATCH nats")
     k_at_once: float = Field(14.0, gt=0, description="robust standard deviations that need no persistence")
     persistence: int = Field(2, ge=1, description="suspicious steps in a row before a verdict")
     sigma_floor: float = Field(0.005, gt=0, description="nats; a deviation below this counts as this")
@@ -166,7 +166,7 @@ class GradNormSpike(Windowed):
     warmup_steps: int = Field(20, ge=1, description="accepted values before the first verdict")
     floor: float = Field(1e-6, gt=0, description="a running mean below this counts as this")
     level_after: int = Field(4, ge=2, description="such norms in a row, alike, after which one more is a new level")
-    level_spread: float = Field(4.0, gt=1, description="largest over least norm of a level")
+    level_spread: float = Field(10.0, gt=1, description="largest over least norm of a level")
     adam_beta2: float = Field(0.999, gt=0, lt=1, description="for the steps that Adam needs to forget the spike")
 
 
@@ -274,6 +274,17 @@ class BadBatch(Switch):
     relearn_after: int = RELEARN
 
 
+class TokenDrop(Switch):
+    """Valid target tokens a sample, as a share of the most that the run has had."""
+
+    block: int = Field(10, ge=1, description="steps in a median, of which the largest is the most")
+    watch: float = Field(0.5, gt=0, lt=1, description="share of the most")
+    small: float = Field(0.1, gt=0, lt=1, description="share of the most")
+    medium: float = Field(0.01, gt=0, lt=1, description="share of the most")
+    persistence: int = Field(3, ge=1, description="such steps in a row before a verdict")
+    relearn_after: int = Field(1000, ge=2, description="consecutive finite flags after which the most starts anew")
+
+
 class OddInput(Switch):
     """Input that is plainly odd: told once each."""
 
@@ -311,6 +322,7 @@ class Detect(Section):
     embedding_growth: Growth = Growth()
     attention_logits: Limits = Limits(watch=100, medium=1000)
     attention_logit_growth: Trend = Trend(rise=0.4, block=10)
+    qk_gain_drift: Trend = Trend(rise=0.2, block=10)
     attention_dead_heads: Limits = Limits(watch=0)
     attention_entropy: Limits = Limits(small=0.05, persistence=3)
     fp8_amax_rise: Limits = Limits(watch=16, small=64)
@@ -324,6 +336,7 @@ class Detect(Section):
     moe_drops: Limits = Limits(watch=0.1, small=0.3, persistence=20)
     moe_router_z: Growth = Growth(window=100, warmup_steps=50, persistence=3, after_step=500)
     bad_batch: BadBatch = BadBatch()
+    token_drop: TokenDrop = TokenDrop()
     odd_input: OddInput = OddInput()
     throughput: Growth = Growth(window=100, warmup_steps=20, persistence=10, watch=1.5, small=3.0, after_step=20)
 

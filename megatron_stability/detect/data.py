@@ -1,4 +1,4 @@
-"""Batches unlike the run's own first ones: repeated text, few different tokens."""
+"""Batches unlike the run's own first ones: repeated text, few different tokens, few targets."""
 
 from __future__ import annotations
 
@@ -102,3 +102,58 @@ def _score(repeated: float, entropy: float, usual_repeated: float, usual_entropy
     fewer = 1.0 - entropy / usual_entropy if usual_entropy > 0 else 0.0
     more = (repeated - usual_repeated) / (1.0 - usual_repeated) if usual_repeated < 1 else 0.0
     return max(more, fewer)
+
+
+class TokenDrop(BaselineDetector):
+    """Valid target tokens a sample, against the most that the run has had: masks or packing that eat the targets.
+
+    The most is that of the medians of `block` accepted values, which a slow fall can't drag along. WATCH below `watch`
+    of it, SMALL below `small`, MEDIUM below `medium`, on `persistence` steps in a row: told long before no token is
+    left, where the loss has no value any more.
+    """
+
+    name = "token_drop"
+    part: list[float]
+    most: float
+
+    def __init__(self, config: c.TokenDrop, early: c.Early) -> None:
+        super().__init__(early, relearn_after=config.relearn_after, persistence=config.persistence)
+        self.config = config
+        self.clear()
+
+    def value(self, record: StepRecord) -> float | None:
+        """Tokens a sample."""
+        return record.tokens / record.samples if record.samples > 0 else None
+
+    def judge(self, value: float, record: StepRecord) -> Finding | None:
+        """See the class."""
+        config, most = self.config, self.most
+        if value >= config.watch * most:
+            return None
+        limits = (Tier.MEDIUM, config.medium), (Tier.SMALL, config.small), (Tier.WATCH, config.watch)
+        tier, share = next(limit for limit in limits if value < limit[1] * most)
+        reason = f"{value:.4g} valid target tokens a sample are {value / most:.2g} of the {most:.4g} that there were"
+        return Finding(tier, share * most, reason)
+
+    def accept(self, value: float, record: StepRecord) -> None:
+        """Into the block, and its median into the most."""
+        self.part.append(value)
+        if len(self.part) == self.config.block:
+            self.most = max(self.most, median(self.part))
+            self.part = []
+
+    def warms_up_for(self) -> int:
+        """See `BaselineDetector`."""
+        return 0 if self.most else self.config.block - len(self.part)
+
+    def clear(self) -> None:
+        """Forget the most."""
+        self.part, self.most = [], 0.0
+
+    def baseline(self) -> dict[str, Any]:
+        """The block and the most."""
+        return {"part": list(self.part), "most": self.most}
+
+    def load_baseline(self, state: dict[str, Any]) -> None:
+        """The inverse."""
+        self.part, self.most = [float(value) for value in state["part"]], float(state["most"])

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar
 
 from megatron_stability.detect import config as c
+from megatron_stability.detect.base import Detector
 from megatron_stability.records import LEVEL, Decision, StepRecord, Tier, Verdict
 
 EXPECTED = "expect"
@@ -19,8 +21,9 @@ class ExpectedChange:
     """WATCH at the step where a change is announced (`steps`), or where the batch size or the learning rate jumps.
 
     The verdict opens the policy's grace, `threshold` steps long. At an announced change the baselines of loss and
-    gradient norm start anew, since their level is expected to move; at one that the record shows they stay. The first
-    step of a process whose settings name baselines to `reset` says so.
+    gradient norm start anew, since their level is expected to move; at one that the record shows they stay, as they do
+    where a resume was allowed to change arguments. The first step of a process whose settings name baselines to `reset`
+    says so.
     """
 
     name = EXPECTED
@@ -31,17 +34,22 @@ class ExpectedChange:
         self.config = config
         self.announced = dict(config.announced)
         self._begun = not config.reset  # of this process, not of the run: no state
+        self._allowed: tuple[str, ...] = ()  # likewise
         self.reset()
+
+    def allow(self, names: Sequence[str]) -> None:
+        """Arguments that differ from the loaded checkpoint's and may: the next step says so and opens the grace."""
+        self._allowed = tuple(names)
 
     def inspect(self, record: StepRecord) -> Verdict | None:
         """See the class."""
         if record.step in self.announced:
             reason, value = f"announced change of {self.announced[record.step]}", STARTS_ANEW
-        elif not self._begun:
-            reason, value = (
-                f"the saved baselines of {', '.join(self.config.reset)} are left, as detect.expect.reset says",
-                0.0,
-            )
+        elif not self._begun or self._allowed:
+            reset = f"the saved baselines of {', '.join(self.config.reset)} are left, as detect.expect.reset says"
+            changed = f"{', '.join(self._allowed)} may differ from the checkpoint's, as checkpoint.allow_changes says"
+            said = [changed] * bool(self._allowed) + [reset] * (not self._begun)
+            reason, value = "; ".join(said), 0.0
         elif (shown := self._shown(record)) is not None:
             reason, value = shown, 0.0
         else:
@@ -64,7 +72,7 @@ class ExpectedChange:
 
     def learn(self, record: StepRecord, applied: bool) -> None:
         """Batch size and learning rate of the step, whatever became of it."""
-        self._begun = True
+        self._begun, self._allowed = True, ()
         self.samples = record.samples
         self.learning_rate = record.learning_rate if 0 <= record.learning_rate < 1e30 else 0.0
 
@@ -93,3 +101,15 @@ def starts_anew(name: str, decision: Decision) -> bool:
     if any(verdict.detector == EXPECTED and verdict.value == STARTS_ANEW for verdict in decision.verdicts):
         return True
     return name != OWN and bool(decision.parameters.get(LEVEL)) and decision.updates_weights
+
+
+def allow(detectors: Iterable[Detector], names: Sequence[str]) -> None:
+    """Open the grace at the next step, where a resume was allowed to change what changes training.
+
+    Args:
+        detectors: the run's.
+        names: of what differs from the checkpoint; none: nothing happens.
+    """
+    for detector in detectors:
+        if isinstance(detector, ExpectedChange):
+            detector.allow(names)

@@ -9,6 +9,7 @@ from megatron_stability.detect.window import SortedWindow
 
 NEAR = 10  # values in each of the two medians
 SETTLED = 50  # residuals after which their own scatter is trusted alone
+LATEST = 30  # residuals by which a single value is judged: those of a steeper fall long before say nothing of it
 MAD_TO_SIGMA = 1.4826  # of Gaussian noise
 
 
@@ -20,6 +21,7 @@ class LocalFit:
 
     def __init__(self, window: int) -> None:
         self.residuals = SortedWindow(window)
+        self.latest = SortedWindow(min(LATEST, window))
         self.last: deque[float] = deque(maxlen=2 * NEAR)
         self._level: float | None = None  # follows from `last`: no state
 
@@ -46,16 +48,24 @@ class LocalFit:
         sigma = MAD_TO_SIGMA * self.residuals.mad
         return max(sigma, floor) if len(self) >= SETTLED else max(sigma, floor, prior)
 
+    def now(self, floor: float, prior: float) -> tuple[float, float]:
+        """`center` and `sigma` by the last `LATEST` residuals alone."""
+        sigma = max(MAD_TO_SIGMA * self.latest.mad, floor)
+        return self.next() + self.latest.median, sigma if len(self) >= SETTLED else max(sigma, prior)
+
     def push(self, value: float) -> None:
         """The residual, then the value."""
         if self.last:
-            self.residuals.push(value - self.next())
+            residual = value - self.next()
+            self.residuals.push(residual)
+            self.latest.push(residual)
         self.last.append(value)
         self._level = None
 
     def clear(self) -> None:
         """Empty."""
         self.residuals.clear()
+        self.latest.clear()
         self.last.clear()
         self._level = None
 
@@ -67,4 +77,5 @@ class LocalFit:
         """The inverse of `state_dict`."""
         self.clear()
         self.residuals.load_state_dict(state["residuals"])
+        self.latest.load_state_dict(state["residuals"])  # its newest
         self.last.extend(float(value) for value in state["last"])

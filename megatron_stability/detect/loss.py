@@ -71,8 +71,8 @@ class LossSpike(WindowDetector):
 class LossMad(BaselineDetector):
     """loss > fit + median + k·max(1.4826·MAD, `sigma_floor`): what `LocalFit` leaves over, against its own past.
 
-    As `LossSpike`, but outliers in the window don't blind it, nor does a loss that still falls, and beyond `watch` nats
-    `k_watch` need no persistence. MAD is the median
+    As `LossSpike`, but outliers in the window don't blind it, nor does a loss that still falls. Beyond `watch` nats
+    `k_watch` deviations of the last residuals need no persistence, in early training either. MAD is the median
     distance of the last `window` residuals from their median. Until enough are there σ is at least `prior`, so that a
     level that begins within the first steps is not learned as noise.
     """
@@ -97,8 +97,12 @@ class LossMad(BaselineDetector):
         if value <= base + config.k * config.sigma_floor:  # the usual case, without a MAD
             return None
         sigma = fit.sigma(config.sigma_floor, config.prior) * self.early.looseness(record.step)
-        k_at_once = config.k_watch if value - base > config.watch else config.k_at_once
-        return sigma_finding(value, base, sigma, config.k, k_at_once, self.run + 1)
+        found = sigma_finding(value, base, sigma, config.k, config.k_at_once, self.run + 1)
+        if found is None or not found.at_once:  # by the last residuals, which have early training's scatter in them
+            base, sigma = fit.now(config.sigma_floor, config.prior)
+            if value - base > max(config.watch, config.k_watch * sigma):
+                return sigma_finding(value, base, sigma, config.k, config.k_watch, self.run + 1)
+        return found
 
     def warms_up_for(self) -> int:
         """See `BaselineDetector`; the first value leaves no residual."""

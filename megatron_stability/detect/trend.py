@@ -180,6 +180,19 @@ class AttentionLogitGrowth(TrendDetector):
         return None if logit is None or logit != logit else math.log(max(logit, 1.0))
 
 
+class QkGainDrift(TrendDetector):
+    """max|γ| of QK-norm climbs by a factor exp(`rise`): the bound that it sets on a logit grows with its square."""
+
+    name = "qk_gain_drift"
+    what = "log largest QK-norm gain"
+    requires = ("qk_norm/max_gain",)
+
+    def value(self, record: StepRecord) -> float | None:
+        """Log of the gain; a gain of 0 has none."""
+        gain = record.signals.get("qk_norm/max_gain")
+        return math.log(gain) if gain is not None and 0.0 < gain < math.inf else None
+
+
 class Plateau(BlockDetector):
     """No progress: the window's second half is less than `progress` nats below the first, by the medians of blocks."""
 

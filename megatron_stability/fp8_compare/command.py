@@ -9,8 +9,9 @@ from pathlib import Path
 
 from megatron_stability.errors import EXIT_FINDING, EXIT_FINE, UsageError
 from megatron_stability.fp8_compare import start
-from megatron_stability.fp8_compare.criteria import Gates, compare
+from megatron_stability.fp8_compare.criteria import compare
 from megatron_stability.fp8_compare.figures import RunFigures
+from megatron_stability.fp8_compare.gates import OPTIONAL, WARMUP, Gates, warmup_of
 from megatron_stability.fp8_compare.table import table
 from megatron_stability.ledger import sketches
 from megatron_stability.ledger.entries import FILE, read
@@ -19,7 +20,9 @@ from megatron_stability.report import pages
 EPILOG = """Examples:
   megatron-stability compare runs/fp8 runs/bf16 --noise runs/bf16-seed2 --html compare.html
   megatron-stability compare --out compare --emulate delayed --nproc 2 --cpu -- --num-layers 4 ... (pretrain's flags)
-Exit codes: 0 every gate passed, 1 one did not, 2 the runs can't be compared."""
+  megatron-stability compare --out compare --emulate delayed -- nemo RECIPE.yaml --scale-down key=value
+The last line is the verdict, with the number of gates judged: PASS or FAIL. A figure that a run can give and did not
+is a failure. Exit codes: 0 every gate passed, 1 one did not, 2 the runs can't be compared."""
 _GATES = Gates()
 
 
@@ -42,7 +45,8 @@ def run(argv: Sequence[str]) -> int:
         folders = [*options.runs, *([options.noise] if options.noise else [])]
     fp8, control, *more = map(figures, folders)
     noise = more[0] if more else None
-    result = compare(fp8, control, noise, options.warmup, gates)
+    warmup = warmup_of(min(len(run.steps) for run in (fp8, control))) if options.warmup is None else options.warmup
+    result = compare(fp8, control, noise, warmup, gates)
     if options.json is not None:
         pages.replace("--json", options.json, json.dumps(result, indent=1, allow_nan=False) + "\n")
     if options.html is not None:
@@ -50,8 +54,6 @@ def run(argv: Sequence[str]) -> int:
 
         write(result, [fp8, control, *([noise] if noise else [])], options.html)
     print(table(result))
-    for finding in result["findings"]:
-        print(f"FINDING: {finding}")
     return EXIT_FINDING if result["findings"] else EXIT_FINE
 
 
@@ -65,7 +67,7 @@ def _check(options: argparse.Namespace, flags: Sequence[str], started: bool) -> 
         raise UsageError(f"--min-cosine {options.min_cosine:g}: must be from -1 to 1")
     if not abs(options.min_binades) < float("inf"):
         raise UsageError(f"--min-binades {options.min_binades:g}: must be a number")
-    if options.warmup < 0:
+    if options.warmup is not None and options.warmup < 0:
         raise UsageError(f"--warmup {options.warmup}: must be 0 or more")
     if options.window < 1:
         raise UsageError(f"--window {options.window}: must be 1 or more")
@@ -78,20 +80,21 @@ def _check(options: argparse.Namespace, flags: Sequence[str], started: bool) -> 
     if options.out is not None:
         start.check(options, flags)
     elif len(options.runs) != 2 or started:
-        raise UsageError("compare needs two run folders, FP8 first, or --out DIR -- and pretrain's flags")
+        raise UsageError(
+            "compare needs two run folders, FP8 first, or --out DIR -- and pretrain's flags or nemo RECIPE"
+        )
     else:
         start.refuse_without_out(options)
-    return Gates(
-        loss_error=options.max_loss_error,
-        window=options.window,
-        held_out_error=_GATES.held_out_error if options.max_held_out_error is None else options.max_held_out_error,
-        held_out_asked=options.max_held_out_error is not None,
-        slowdown=options.max_slowdown,
-        cosine=options.min_cosine,
-        binades=options.min_binades,
-        underflow=options.max_underflow,
-        saturation=options.max_saturation,
-    )
+    limits = {
+        "cosine": options.min_cosine,
+        "binades": options.min_binades,
+        "underflow": options.max_underflow,
+        "saturation": options.max_saturation,
+        "held-out": options.max_held_out_error,
+    }
+    limits |= dict.fromkeys(options.without, None)
+    limits["held_out_error"] = limits.pop("held-out")
+    return Gates(loss_error=options.max_loss_error, window=options.window, slowdown=options.max_slowdown, **limits)
 
 
 def figures(folder: Path) -> RunFigures:
@@ -119,12 +122,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("runs", nargs="*", type=Path, metavar="RUN", help="folders of the FP8 run and the BF16 control")
     parser.add_argument("--noise", type=Path, metavar="RUN", help="a BF16 run with another seed: the noise band")
-    parser.add_argument("--warmup", type=int, default=100, metavar="STEPS", help="left out of the gate (%(default)s)")
+    said = f"left out of the gates ({WARMUP}, or a quarter of a run of fewer than {2 * WARMUP} steps)"
+    parser.add_argument("--warmup", type=int, metavar="STEPS", help=said)
     parser.add_argument("--window", type=int, default=_GATES.window, metavar="STEPS", help="of a mean (%(default)s)")
     limit = parser.add_argument_group("gates", "what they mean and why: megatron_stability/fp8_compare/criteria.py")
     for name, default, metavar, what in (
         ("--max-loss-error", _GATES.loss_error, "SHARE", "mean of any window, or what two seeds differ by"),
-        ("--max-held-out-error", None, "SHARE", f"default {_GATES.held_out_error}, where it was measured"),
+        ("--max-held-out-error", _GATES.held_out_error, "SHARE", "of the last held-out loss, or the seeds' difference"),
         ("--max-slowdown", None, "RATIO", "seconds a step over the control's; default: none"),
         ("--min-cosine", _GATES.cosine, "COSINE", "of any layer's gradients in step 2"),
         ("--min-binades", _GATES.binades, "BINADES", "for normal values, under delayed scaling"),
@@ -133,6 +137,9 @@ def _parser() -> argparse.ArgumentParser:
     ):
         shown = "" if default is None else f" ({default:g})"
         limit.add_argument(name, type=float, default=default, metavar=metavar, help=f"{what}{shown}")
+    limit.add_argument(
+        "--without", action="append", default=[], choices=OPTIONAL, help="leave a gate out; the verdict names it"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every figure")
     parser.add_argument("--html", type=Path, metavar="FILE", help="write plots; needs [report]")
     start.add_arguments(parser)

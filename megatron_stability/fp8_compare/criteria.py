@@ -12,54 +12,26 @@ cosine     Of the two runs' gradients in step 2, the worst layer: the scales of 
            2.6 % (E4M3) and 5.3 % (E5M2); 16 linears in a row make a noise power below 0.08 of the signal's, a cosine
            above 0.96. 0.9 stands for 0.23. On later steps trajectories part by themselves, so that cosines fall for a
            sound recipe too; they are shown, not judged.
-others     Held-out loss, with the second seed's band too; seconds a step; a run that was halted.
+others     Held-out loss, with the second seed's band too; seconds a step; a run that was halted; a step that only one
+           of the two withheld, after which their weights differ for a reason that is not rounding.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict
 from itertools import pairwise
 from statistics import fmean, median
 from typing import Any
 
-from megatron_stability.detect.config import Detect
 from megatron_stability.errors import UsageError
 from megatron_stability.fp8_compare.figures import RunFigures, refuse, refuse_noise, relative_errors
+from megatron_stability.fp8_compare.gates import EARLY, Gates, least
+from megatron_stability.fp8_compare.verdicts import as_json, judge, summary
 from megatron_stability.ledger.sketches import cosine, update
 from megatron_stability.records import encode_float
 from megatron_stability.sites import Site
-
-EARLY = 2  # the step whose gradients are judged
-_DETECT = Detect()
-
-
-@dataclass(frozen=True, kw_only=True)
-class Gates:
-    """What passes; None: not gated.
-
-    Attributes:
-        loss_error: largest |mean relative loss error| of a window after warmup.
-        window: steps of a window.
-        held_out_error: largest relative error of the last held-out loss, upwards.
-        held_out_asked: a held-out loss that was not measured is a finding.
-        slowdown: most FP8 seconds a step over the control's; 1 asks FP8 to be as fast.
-        cosine: least cosine of a layer's gradients in step 2.
-        binades: fewest binades for normal values.
-        underflow: largest share of a tensor's non-zero elements that became zero.
-        saturation: largest share of a tensor's elements that were cut off.
-    """
-
-    loss_error: float = 0.0025
-    window: int = 50
-    held_out_error: float | None = 0.0025
-    held_out_asked: bool = False
-    slowdown: float | None = None
-    cosine: float | None = 0.9
-    binades: float | None = _DETECT.fp8_binades.watch
-    underflow: float | None = _DETECT.fp8_underflow.watch
-    saturation: float | None = _DETECT.fp8_saturation.small
 
 
 def compare(
@@ -91,6 +63,8 @@ def compare(
         "warmup": warmup,
         "tokens": math.fsum(step.tokens for step in fp8.steps[: len(errors)]),
         "fp8_share": fp8.fp8_share,
+        "scaling": fp8.scaling,
+        "history": list(fp8.history),
         "gates": asdict(gates),
     }
     result |= _loss(errors, warmup, gates)
@@ -101,7 +75,10 @@ def compare(
     result["telemetry"] = _telemetry(fp8, warmup)
     result["updates"] = _updates(fp8, control)
     result["first_departure"] = _first_departure(result["updates"], gates)
-    result["findings"] = [*_findings(result, fp8, gates)]
+    verdicts = judge(result, fp8, control, gates)
+    result["verdicts"] = as_json(verdicts)
+    result["findings"] = [verdict.why for verdict in verdicts if verdict.is_finding]
+    result["verdict"] = summary(verdicts)
     result["errors"] = [[step, encode_float(error)] for step, error in errors]
     return result
 
@@ -202,22 +179,10 @@ def _updates(fp8: RunFigures, control: RunFigures) -> list[dict[str, Any]]:
 def _first_departure(updates: Sequence[dict[str, Any]], gates: Gates) -> dict[str, Any] | None:
     """The first recorded step from step 2 on with a layer below the limit, and its layer with the least cosine."""
     for row in updates:
-        layer, least = _least(row["gradient_cosine"])
-        if row["step"] >= EARLY and gates.cosine is not None and not least >= gates.cosine:
-            return {"step": row["step"], "layer": layer, "gradient_cosine": encode_float(least)}
+        layer, value = least(row["gradient_cosine"])
+        if row["step"] >= EARLY and gates.cosine is not None and not value >= gates.cosine:
+            return {"step": row["step"], "layer": layer, "gradient_cosine": encode_float(value)}
     return None
-
-
-def _least(cosines: Sequence[float | str]) -> tuple[int, float]:
-    """The row with the least cosine; NaN counts as less than any."""
-    values = [float(value) for value in cosines]
-    row = min(range(len(values)), key=lambda i: -math.inf if math.isnan(values[i]) else values[i])
-    return row, values[row]
-
-
-def layer_name(row: int) -> str:
-    """Of a row of sketches."""
-    return f"layer {row}" if row else "embedding and output layer"
 
 
 def encode(value: float | None) -> float | str | None:
@@ -227,51 +192,3 @@ def encode(value: float | None) -> float | str | None:
 
 def _relative(value: float | None, control: float | None) -> float | None:
     return None if value is None or not control else (value - control) / control
-
-
-def _findings(result: dict[str, Any], fp8: RunFigures, gates: Gates) -> Iterator[str]:
-    if fp8.halted:
-        yield f"{fp8.name} was halted at step {fp8.steps[-1].step}: {fp8.steps[-1].reason}"
-    worst, limit = result["loss_error_worst"], result["loss_error_limit"]
-    if not abs(float(worst["error"])) <= limit:  # a NaN is a finding
-        yield (
-            f"relative loss error {float(worst['error']):+.4%} in steps {worst['first_step']} to "
-            f"{worst['last_step']}, after {result['tokens']:,.0f} tokens, is beyond the gate of {limit:.4%}"
-        )
-    yield from _telemetry_findings(result["telemetry"], gates)
-    early = next((row for row in result["updates"] if row["step"] == EARLY), None)
-    if early is not None and gates.cosine is not None:
-        row, least = _least(early["gradient_cosine"])
-        if not least >= gates.cosine:
-            yield (
-                f"gradients of {layer_name(row)} in step {early['step']} have a cosine of {least:.3f} with the "
-                f"control's; the gate is {gates.cosine:g}"
-            )
-    error, most = result["held_out_error"], result["held_out_limit"]
-    if most is not None and error is not None and not float(error) <= most:
-        yield f"held-out loss is {float(error):+.4%} off the control's; the gate is {most:.4%}"
-    if gates.held_out_asked and error is None:
-        yield "held-out loss was not measured in both runs; give both --eval-iters, --tensorboard-dir"
-    slowdown = result["slowdown"]
-    if gates.slowdown is not None and (slowdown is None or not slowdown <= gates.slowdown):
-        measured = "was not measured" if slowdown is None else f"is {slowdown:.2f}x the control's"
-        yield f"time a step {measured}; the gate is {gates.slowdown:.2f}x"
-
-
-def _telemetry_findings(telemetry: dict[str, Any], gates: Gates) -> Iterator[str]:
-    def where(name: str) -> str:
-        return f", first at {telemetry[f'{name}_at']}" if telemetry[f"{name}_at"] else ""
-
-    binades = telemetry["binades"]
-    if gates.binades is not None and binades is not None and not float(binades) >= gates.binades:
-        yield (
-            f"scales leave {float(binades):.1f} binades to normal values{where('binades')}; the gate is "
-            f"{gates.binades:g}: a smaller --fp8-margin"
-        )
-    for name, most, what in (
-        ("underflow", gates.underflow, "of a tensor's non-zero elements became zero"),
-        ("saturation", gates.saturation, "of a tensor's elements were cut off"),
-    ):
-        value = telemetry[name]
-        if most is not None and value is not None and not float(value) <= most:
-            yield f"{float(value):.2%} {what}{where(name)}; the gate is {most:.2%}"

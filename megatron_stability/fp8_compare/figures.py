@@ -11,6 +11,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
+from typing import Any
 
 from megatron_stability.errors import UsageError
 from megatron_stability.ledger.entries import LedgerView, StepEntry
@@ -32,6 +33,7 @@ class RunFigures:
         step_seconds: median wall time of a step, None where it was not measured.
         data: what identifies data, seed and layout; equal for runs that may be compared.
         sketches: of weights and gradients, by step; empty where the run wrote none.
+        settings: what its ledger says of the flags that decide what is learnt, those at their defaults left out.
     """
 
     name: str
@@ -40,6 +42,7 @@ class RunFigures:
     step_seconds: float | None = None
     data: Mapping[str, str] = field(default_factory=dict)
     sketches: Mapping[int, Sketch] = field(default_factory=dict)
+    settings: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
     def from_ledger(
@@ -63,7 +66,27 @@ class RunFigures:
             step_seconds=median(seconds) if step_seconds is None and seconds else step_seconds,
             data=data,
             sketches=sketches or {},
+            settings=view.runs[-1].settings if view.runs else {},
         )
+
+    @property
+    def scaling(self) -> str | None:
+        """How scales are found: delayed, current, block, mxfp8, or Transformer Engine's name; None: not known."""
+        emulated = self.settings.get("fp8.emulate")
+        if emulated is not None:
+            return str(emulated)
+        return str(self.settings.get("fp8_recipe", "delayed")) if self.settings.get("fp8") else None
+
+    @property
+    def delayed_seen(self) -> bool:
+        """Whether some step had a scale of an earlier one in use, which only delayed scaling has."""
+        return any("fp8/binades" in step.signals for step in self.steps)
+
+    @property
+    def history(self) -> tuple[int, str]:
+        """Steps of delayed scaling's amax history, and what it takes of them."""
+        length = int(self.settings.get("fp8_amax_history_len", 1))
+        return length, str(self.settings.get("fp8_amax_compute_algo", "most_recent"))
 
     @property
     def fp8_share(self) -> float:

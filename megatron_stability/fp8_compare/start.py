@@ -3,38 +3,31 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_stability import files
+from megatron_stability.echo import brief
 from megatron_stability.errors import EXIT_FINE, EXIT_HALTED, UsageError
+from megatron_stability.fp8_compare.hosts import host_of
 from megatron_stability.ledger.entries import FILE
 
 RECIPES = ("delayed", "current", "block", "mxfp8")
-SAMPLES = 50  # about, over a run of --train-iters steps
-_OURS = {  # flags that `compare` gives each run, and why they can't be shared
-    "--stability-record-dir": "each run has a folder of its own in --out",
-    "--tensorboard-dir": "each run has a folder of its own in --out",
-    "--stability-fp8-emulate": "it would turn the control into an FP8 run; give --emulate",
-    "--fp8-emulate": "it would turn the control into an FP8 run; give --emulate",
-    "--fp8-format": "it would turn the control into an FP8 run; give it in --fp8-flags, with --emulate none",
-    "--save": "the second run would write over the first one's checkpoints",
-    "--spec": "compare gives its own",
-}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags that only mean something where the runs are started; None where not given."""
-    group = parser.add_argument_group("start the runs", "with pretrain's flags after --")
+    group = parser.add_argument_group("start the runs", "with pretrain's flags, or nemo RECIPE key=value, after --")
     group.add_argument("--out", type=Path, metavar="DIR", help="folder of the runs")
     group.add_argument(
         "--emulate",
         choices=(*RECIPES, "none"),
         help="recipe (current); none: Transformer Engine's FP8, by --fp8-flags",
     )
-    group.add_argument("--fp8-flags", metavar="FLAGS", help="further flags of the FP8 run, in one word")
+    group.add_argument("--fp8-flags", metavar="WORDS", help="further flags or key=value of the FP8 run, in one word")
     group.add_argument("--noise-seed", type=int, metavar="SEED", help="start a second BF16 run with this seed")
     group.add_argument("--nproc", type=int, metavar="N", help="ranks of each run (1)")
     group.add_argument("--cpu", action="store_true", default=None, help="on CPUs")
@@ -56,7 +49,7 @@ def check(options: argparse.Namespace, flags: Sequence[str]) -> None:
 
     Args:
         options: the command's.
-        flags: pretrain's, from after `--`.
+        flags: pretrain's or `nemo RECIPE ...`, from after `--`.
 
     Raises:
         UsageError: no flags, flags that both runs can't have, or folders that hold runs already.
@@ -65,10 +58,17 @@ def check(options: argparse.Namespace, flags: Sequence[str]) -> None:
         raise UsageError("--out starts runs of its own; leave run folders and --noise out, or leave --out out")
     if not flags:
         raise UsageError(f"--out {options.out}: give pretrain's flags after --, as in --out DIR -- --num-layers 4 ...")
+    host = host_of(flags)
     for flag in flags:
-        name = flag.split("=")[0]
-        if name in _OURS:
-            raise UsageError(f"{name} after --: {_OURS[name]}; drop it")
+        name = flag.lstrip("+").split("=")[0]
+        if name in host.own:
+            raise UsageError(f"{name} after --: {host.own[name]}; drop it")
+    steps = host.steps()
+    if steps is not None and options.warmup is not None and steps <= options.warmup:
+        raise UsageError(
+            f"--warmup {options.warmup}: {host.length} {steps} leaves no step to judge; give fewer steps of warmup, or "
+            "leave it out"
+        )
     if options.emulate == "none" and not options.fp8_flags:
         raise UsageError("--emulate none: give Transformer Engine's FP8 in --fp8-flags, as in '--fp8-format hybrid'")
     if options.nproc is not None and options.nproc < 1:
@@ -83,7 +83,7 @@ def runs(options: argparse.Namespace, flags: Sequence[str]) -> list[Path]:
 
     Args:
         options: the command's, checked.
-        flags: pretrain's.
+        flags: as for `check`.
 
     Returns:
         Their folders in the order FP8, control, noise.
@@ -92,15 +92,17 @@ def runs(options: argparse.Namespace, flags: Sequence[str]) -> list[Path]:
         UsageError: the folder can't be written, or a run did not go to its end; names its log.
     """
     out: Path = options.out.absolute()
-    emulate = options.emulate or "current"
-    fp8 = [] if emulate == "none" else ["--stability-fp8-emulate", emulate]
-    more = {"bf16": [], "fp8": [*fp8, *(options.fp8_flags or "").split()], "noise": ["--seed", str(options.noise_seed)]}
-    for name in _names(options):
+    host, emulate = host_of(flags), options.emulate or "current"
+    more = {
+        "bf16": [],
+        "fp8": [*host.fp8(emulate), *shlex.split(options.fp8_flags or "")],
+        "noise": host.seed(options.noise_seed),
+    }
+    names = _names(options)
+    for number, name in enumerate(names, 1):
         folder = out / name
-        command = [sys.executable, "-m", "megatron_stability.cli", "pretrain", "--nproc", str(options.nproc or 1)]
-        command += ["--cpu"] if options.cpu else []
-        command += [*_sampling(flags), *flags, "--spec", "megatron_stability", "--stability-record-dir", str(folder)]
-        command += ["--tensorboard-dir", str(folder / "tensorboard"), *more[name]]
+        command = host.command(folder, options.nproc or 1, bool(options.cpu), more[name])
+        print(f"compare: training {name}, {number} of {len(names)}; its log is {folder / 'log.txt'}", file=sys.stderr)
         try:
             folder.mkdir(parents=True, exist_ok=True)
             log = files.open_log(folder / "log.txt")
@@ -109,7 +111,10 @@ def runs(options: argparse.Namespace, flags: Sequence[str]) -> list[Path]:
         with log:
             code = subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, check=False).returncode
         if code not in (EXIT_FINE, EXIT_HALTED):  # a run that its policy halted has a ledger that says so
-            raise UsageError(f"the {name} run ended with exit code {code}; its log is {folder / 'log.txt'}")
+            raise UsageError(
+                f"the {name} run ended with exit code {code}: {_last_line(folder / 'log.txt')}; its log is "
+                f"{folder / 'log.txt'}"
+            )
     return [out / name for name in ("fp8", "bf16", "noise") if name in _names(options)]
 
 
@@ -117,9 +122,7 @@ def _names(options: argparse.Namespace) -> list[str]:
     return ["bf16", "fp8", *(["noise"] if options.noise_seed is not None else [])]
 
 
-def _sampling(flags: Sequence[str]) -> list[str]:
-    """How often weights and gradients are sketched and FP8 is sampled; flags that follow win."""
-    words = list(flags)
-    steps = words[words.index("--train-iters") + 1] if "--train-iters" in words[:-1] else ""
-    every = max(1, int(steps) // SAMPLES) if steps.isdecimal() else SAMPLES
-    return ["--stability-observe-sketch-every", str(every), "--stability-fp8-sample-every", str(every)]
+def _last_line(log: Path) -> str:
+    """The last thing that a run said, which is why it ended."""
+    lines = [line.strip() for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
+    return brief(lines[-1]) if lines else "it said nothing"

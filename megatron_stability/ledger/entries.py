@@ -150,6 +150,7 @@ class EpisodeEntry(Entry):
     value: float
     threshold: float
     verdicts: int
+    grave: int = 0  # absent: written before it was counted
     reason: Said
 
 
@@ -301,12 +302,17 @@ def _strict(value: Any) -> Any:
     if isinstance(value, float):
         return encode_float(value)
     if isinstance(value, str):
-        return value.encode(errors="replace").decode()  # a lone surrogate, as in an undecodable path, is not JSON
+        return strict_text(value)
     if isinstance(value, dict):
         return {_strict(key): _strict(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [_strict(item) for item in value]
     return value
+
+
+def strict_text(value: str) -> str:
+    """Without lone surrogates, as in an undecodable path: they are not JSON."""
+    return value.encode(errors="replace").decode()
 
 
 def line_of(entry: AnyEntry) -> bytes:

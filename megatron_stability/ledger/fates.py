@@ -25,6 +25,7 @@ class Interval:
     first_step: int
     last_step: int
     undone: bool
+    masked: int = 0  # targets of these samples that the skip list took out of the loss
 
     @property
     def samples(self) -> int:
@@ -95,6 +96,7 @@ def _interval(step: StepEntry, *, undone: bool) -> Interval:
         first_step=step.step,
         last_step=step.step,
         undone=undone,
+        masked=0 if skipped else int(step.signals.get("data/masked", 0)),
     )
 
 
@@ -107,7 +109,7 @@ def _merged(intervals: Iterable[Interval]) -> tuple[Interval, ...]:
             and (old.fate, old.reason, old.generation) == (new.fate, new.reason, new.generation)
             and (old.last, old.last_step + 1) == (new.first, new.first_step)
         ):
-            merged[-1] = replace(old, last=new.last, last_step=new.last_step)
+            merged[-1] = replace(old, last=new.last, last_step=new.last_step, masked=old.masked + new.masked)
         else:
             merged.append(new)
     return tuple(merged)

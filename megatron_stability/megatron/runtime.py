@@ -30,8 +30,9 @@ from megatron_stability.errors import EXIT_HALTED, EXIT_REWIND, UsageError
 from megatron_stability.ledger.bundle import Bundles
 from megatron_stability.ledger.ledger import Ledger
 from megatron_stability.megatron import evidence
-from megatron_stability.megatron.access import optimizer_state
+from megatron_stability.megatron.access import collectives, optimizer_state
 from megatron_stability.megatron.access.host import Host
+from megatron_stability.megatron.access.skipped import SkippedDocuments
 from megatron_stability.megatron.checkpoint.checkpoints import Checkpoints
 from megatron_stability.megatron.checkpoint.rewind import Rewinds
 from megatron_stability.megatron.checkpoint.run_files import RunFiles
@@ -76,6 +77,8 @@ class Runtime:
         self.files = RunFiles(config, args)
         self.checkpoints = Checkpoints(config, args, self.files, self.host)
         self.rewinds = Rewinds(config, args, self.checkpoints)
+        if config.data.skip_list is not None:
+            self.rewinds.data.skipped = SkippedDocuments(config.data.skip_list, args)
         self.sinks: list[Sink] = []
         self._ledger: Ledger | None = None
         self._writers: MegatronWriters | None = None
@@ -132,7 +135,7 @@ class Runtime:
         """Collective: ranks compare what is installed, then the ledger opens at the resumed step."""
         self.checkpoints.train_begins(model, optimizer, opt_param_scheduler)
         self.rewinds.refuse_a_loop(self.ledger_folder())
-        device = torch.device("cuda", torch.cuda.current_device()) if _on_gpu() else torch.device("cpu")
+        device = collectives.device()
         group, self.model, self.optimizer = dist.group.WORLD, model, optimizer
         complaint = install_digest.missing_names() or self._make_hooks(device) or self._open_ledger()
         install_digest.compare(group, self.config, complaint)
@@ -149,6 +152,7 @@ class Runtime:
         self._reduction = Reduction(group, device, extra)
         idle = weight_hooks.say_what_is_silent(self._args, self._pipeline.detectors, self._reduction.signals)
         self._pipeline = self._pipeline.without(idle)
+        detect.expected.allow(self._pipeline.detectors, self.checkpoints.allowed)
         self._forward_state = optimizer_state.ForwardState(model)
         shown = self.config.record.tensorboard, self.config.observe.attention.head_curves
         self._writers = MegatronWriters(self.host, self._pipeline.episodes, *shown)
@@ -394,7 +398,3 @@ class Runtime:
             history=self._history,
             extra={name: value for hook in self._weight_hooks for name, value in hook.observe().items()},
         )
-
-
-def _on_gpu() -> bool:
-    return dist.get_backend() == "nccl"

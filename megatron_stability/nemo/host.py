@@ -7,7 +7,6 @@ The update gate, the loss of the head and the way out of the loop are seams (`op
 from __future__ import annotations
 
 import contextlib
-from argparse import ArgumentTypeError
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -86,7 +85,7 @@ def attach(container: ConfigContainer, stability: StabilityConfig, drill_fault: 
     stability = stability.model_copy(update={"decide": decide})
     with in_its_words(host):
         _refuse_what_cannot_work(stability, args)
-        _refuse_unreadable_faults(args)
+        faults.refuse_unreadable(drill_fault)
     lines = _set(stability, args)
     put_back = _lend(container, stability)
     handle.install(Runtime(stability, args, host))
@@ -163,6 +162,8 @@ def _refuse_what_cannot_work(stability: StabilityConfig, args: BridgeArgs) -> No
             f"model.transformer_layer_spec {getattr(spec, '__qualname__', spec)}: stability.model and stability.fp8 "
             "act through a layer spec of their own; use a recipe with a stock spec, or drop the settings"
         )
+    if stability.data.skip_list is not None:
+        raise UsageError("stability.data.skip_list: Bridge does not say where its iterator begins; leave the list out")
     if stability.decide.snapshot_steps:
         raise UsageError("stability.decide.snapshot_steps: Bridge has no rewind within the process; set it to 0")
     if stability.checkpoint.manifest:
@@ -173,13 +174,6 @@ def _refuse_what_cannot_work(stability: StabilityConfig, args: BridgeArgs) -> No
         raise UsageError("peft with stability: adapters are not covered; leave the section out, or stability.mode off")
     arguments.refuse_what_cannot_work(stability, args)
     hooks.refuse_what_cannot_work(stability, args)
-
-
-def _refuse_unreadable_faults(args: BridgeArgs) -> None:
-    try:
-        faults.faults(args)
-    except ArgumentTypeError as error:
-        raise UsageError(f"--drill-fault {error}") from None
 
 
 def _refuse_unproven_checkpoints(container: ConfigContainer) -> None:

@@ -18,15 +18,17 @@ from megatron_stability.megatron.start.parser import OneSentenceParser
 from megatron_stability.megatron.start.ranks import Ranks
 from megatron_stability.nemo import pretrain
 from megatron_stability.nemo.pretrain import Job
-from megatron_stability.nemo.recipe import recipe_file
+from megatron_stability.nemo.recipe import recipe_file, source
 from megatron_stability.nemo.recipe.recipe_file import RecipeFile
 
 MOST_RESTARTS = 1000
+LIST = "--list"
 
 EPILOG = (
     "Bridge's sections, names and precedence (command line > YAML > recipe function), and a `stability:` section.\n"
     "Without a CUDA device the CPU backend stands in. On several nodes, name the command that starts ranks:\n"
     "  megatron-stability nemo RECIPE.yaml key=value --supervise 5 -- torchrun --nnodes 4 --nproc-per-node 8 ...\n"
+    "`megatron-stability nemo --list` names the recipe functions that need no model hub.\n"
     "Example, a small model on two CPU ranks:\n"
     "  megatron-stability nemo examples/nemo/tiny_cpu.yaml --nproc-per-node 2 model.tensor_model_parallel_size=2"
 )
@@ -42,6 +44,9 @@ def run(argv: Sequence[str]) -> int:
         The exit code: 0, 2 for unusable input, or the ranks' own (18: the policy halted the run; 19: it is to be
         started again).
     """
+    if list(argv) == [LIST]:
+        sys.stdout.writelines(f"{name}\n" for name in source.hub_free())
+        return EXIT_FINE
     argv, starter = _split(list(argv))
     parser = OneSentenceParser(
         prog="megatron-stability nemo",
@@ -60,7 +65,8 @@ def run(argv: Sequence[str]) -> int:
     if "RANK" in os.environ:
         raise UsageError("under torchrun, call `-m megatron_stability.nemo.pretrain --config-file RECIPE.yaml`")
     words = (*options.words, *unknown)
-    wanted = recipe_file.read(options.recipe, words, options.scale_down)  # its faults are told before slow imports
+    wanted = recipe_file.read(options.recipe, words, options.scale_down)
+    _refuse_slips(wanted, options.drill_fault)
     if options.supervise is not None:
         return _supervise(options, starter, wanted, words)
     if starter:
@@ -78,6 +84,16 @@ def run(argv: Sequence[str]) -> int:
         if complaint:
             raise UsageError(complaint)
         return ranks.run(partial(rank_main, program="megatron-stability nemo"), job)
+
+
+def _refuse_slips(wanted: RecipeFile, drill_fault: Sequence[str]) -> None:
+    """What needs no Bridge to be told, before its import of many seconds."""
+    source.refuse_unknown_recipe(wanted.recipe)
+    source.refuse_typos(wanted)
+    if drill_fault:
+        from megatron_stability.megatron.start import faults  # imports torch
+
+        faults.refuse_unreadable(drill_fault)
 
 
 def _split(argv: list[str]) -> tuple[list[str], list[str]]:

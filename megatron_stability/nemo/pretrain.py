@@ -55,14 +55,20 @@ class Job:
     def prepare(self) -> None:
         """Make this process ready to import Megatron and Bridge, then import them."""
         from megatron_stability.nemo import te_stand_in
-        from megatron_stability.nemo.recipe import recipe_file
+        from megatron_stability.nemo.recipe import hub, recipe_file, source
 
         if find_spec("megatron") is None or find_spec("megatron.bridge") is None:
             raise UsageError(
                 "Megatron-Bridge is not installed: pip install --no-deps megatron-bridge==0.6.2 "
                 "nvidia-resiliency-ext==0.6.0 (docs/nemo.md)"
             )
-        mode = recipe_file.read(self.file, self.words, self.scale_down).stability.mode
+        wanted = recipe_file.read(self.file, self.words, self.scale_down)
+        mode = wanted.stability.mode
+        why = hub.offline_if_unreachable() if source.asks_hub(wanted.recipe) else None
+        if why and os.environ.get("RANK", "0") == "0":
+            print(
+                f"megatron-stability nemo: {why}; models and tokenizers come from this machine's cache", file=sys.stderr
+            )
         te_stand_in.install()
         if mode != "off":  # stock is stock: without the plugin, not even the seams are opened
             from megatron_stability.nemo import opening

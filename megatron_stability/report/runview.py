@@ -13,6 +13,7 @@ from megatron_stability.detect import DETECTORS
 from megatron_stability.echo import said
 from megatron_stability.ledger.entries import FILE, EpisodeEntry, LedgerView, RunEntry, StepEntry, UndoEntry, read
 from megatron_stability.ledger.fates import Finding, Interval, audit, count, history
+from megatron_stability.ledger.incidents import Incident, incidents
 from megatron_stability.records import Action, encode_float
 
 
@@ -40,6 +41,7 @@ class RunView:
     withheld: frozenset[int] = frozenset()  # steps of the curves whose update did not reach the weights
     decisions: Sequence[StepEntry] = ()  # other than a plain APPLY; undone ones too
     episodes: Sequence[EpisodeEntry] = ()  # undone ones too
+    incidents: Sequence[Incident] = ()  # undone ones too
     judged: Mapping[str, Curve] = field(default_factory=dict)  # by detector with an episode: what it judged
     resumes: Sequence[int] = ()  # the steps after which a later generation went on
     intervals: Sequence[Interval] | None = None
@@ -76,6 +78,7 @@ class RunView:
             withheld=frozenset(step.step for step in view.surviving if step.fate != "trained"),
             decisions=view.decisions,
             episodes=view.episodes,
+            incidents=incidents(view.entries),
             judged={name: _judged(view, name) for name in dict.fromkeys(e.detector for e in view.episodes)},
             resumes=sorted(_resumes(view)),
             intervals=history(view),
@@ -102,7 +105,8 @@ class RunView:
             "decisions": _by_action(step.action for step in self.decisions),
             "advised_only": _by_action(step.advised for step in self.decisions if step.action is not step.advised),
             "episodes": [_in_short(episode) for episode in self.episodes],
-            "incidents": len({(episode.generation, episode.incident) for episode in self.episodes}),
+            "incidents": len(self.incidents),
+            "pages": [each.number for each in self.incidents if each.page is not None],
             "samples": {**count(self.intervals or ()), **amiss} if known else None,
             "findings": [finding.message for finding in self.findings],
         }

@@ -1,10 +1,10 @@
 """A training job in one process: data-parallel ranks in lockstep over the real pipeline, ledger and reduction.
 
-Each rank has its own weights, Adam moments, detectors, policy and history; the all-reduce of gradients and the
-all-gather of rows are sums and stacks in rank order. The model is a regression whose every sample follows from the
-run's seed. A kill drops everything but the files and the checkpoints, a SIGTERM saves first; the job then goes on from
-the newest checkpoint that is not suspect, as a supervisor would start it. A checkpoint holds rank 0's weights, and is
-suspect where another rank's differ: loaded by all, what rank 0 or a gradient got wrong would be found by none.
+Each rank has its own weights, Adam moments, detectors, policy and history; the all-reduce of gradients is a sum in rank
+order, and the reduction `Reduction.together`. The model is a regression with samples from the run's seed. A kill drops
+everything but files and checkpoints, a SIGTERM saves first; the job then goes on from the newest checkpoint that is not
+suspect. A checkpoint holds rank 0's weights, and is suspect where another rank's differ: loaded by all, what rank 0 or
+a gradient got wrong would be found by none.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from megatron_stability.ledger.entries import FILE
 from megatron_stability.ledger.ledger import Ledger, RunInfo
 from megatron_stability.observe.config import Replicas as Digests
 from megatron_stability.observe.fingerprint import digest
-from megatron_stability.observe.reduction import LocalSignals, Reduction, chained
+from megatron_stability.observe.reduction import LocalSignals, Reduction, Sent, chained
 from megatron_stability.observe.wide import Replicas, fold
 from megatron_stability.pipeline import Pipeline
 from megatron_stability.records import Action, Decision, StepRecord
@@ -38,11 +38,15 @@ from megatron_stability.records import Action, Decision, StepRecord
 SIZE, OWN = 8, 2  # weights; samples of a rank and step
 WARM_UP, SAVE_EVERY, DIGEST_EVERY = 15, 7, 5  # steps
 GRADIENT = {"nan": float("nan"), "inf": float("inf"), "x50": 50.0, "x1000": 1000.0}  # element, or factor of all
+LEVEL, KICK = 12.0, 30.0  # x the targets from a step on; what a divergence adds to every weight
 PHASES = ("before the gate", "at the gate", "after the update", "in a ledger line")
 
 
 class Fault(NamedTuple):
-    """`kind` strikes in `step` (1-based) on `rank`: gradients, targets ("spike", "drift"), or the update ("wrong")."""
+    """`kind` strikes in `step` (1-based) on `rank`: gradients, targets ("spike", "drift", "level"), or the update.
+
+    Of the update "wrong" strikes one rank's, "divergence" all ranks' alike, until a rewind has gone back behind it.
+    """
 
     kind: str
     step: int
@@ -98,6 +102,8 @@ class Data:
                 self.y[first : first + batch] *= 30.0
             elif fault.kind == "drift":
                 self.y[first:] += 0.02 * torch.arange(samples - first) / batch
+            elif fault.kind == "level":
+                self.y[first:] *= LEVEL
 
 
 @dataclass
@@ -159,19 +165,19 @@ def summed(grads: Sequence[torch.Tensor]) -> torch.Tensor:
 class Rank:
     """What one rank holds."""
 
-    def __init__(self, weights: Weights, state: str | None, world: int) -> None:
+    def __init__(self, weights: Weights, state: str | None, rank: int, world: int, preset: str = "safe") -> None:
+        decide = Decide.model_validate({"preset": preset})
         self.weights, self.history = weights.copy(), 0
-        self.reduction = Reduction(
-            None, torch.device("cpu"), {"clip_grad": "max", "weights": Replicas((tuple(range(world)),))}
-        )
+        replicas = Replicas((tuple(range(world)),), rank)
+        self.reduction = Reduction(None, torch.device("cpu"), {"clip_grad": "max", "weights": replicas})
         self.sinks: list[Any] = []
         detectors = build(Detect(grad_norm_spike=GradNormSpike(warmup_steps=WARM_UP)))
-        self.pipeline: Pipeline[torch.Tensor] = Pipeline(
-            observe=self.reduction.record,
+        self.pipeline: Pipeline[Sequence[Sent]] = Pipeline(
+            observe=self.reduction.together,
             detectors=detectors,
-            policy=TablePolicy(Decide(), "act"),
+            policy=TablePolicy(decide, "act"),
             sinks=self.sinks,
-            episodes=Episodes(detectors, Decide().quiet_steps),
+            episodes=Episodes(detectors, decide.quiet_steps),
         )
         if state is not None:
             self.pipeline.load_state_dict(json.loads(state))
@@ -217,6 +223,8 @@ class Job:
         self.hangs: list[str] = []
         self.unexpected: list[str] = []
         self.halts = self.starts = self.suspect = 0
+        self.kicks = {fault.step for fault in scenario.faults if fault.kind == "divergence"}  # still to strike
+        self.decided: tuple[StepRecord, Decision] | None = None  # of the last step that came to its gate
 
     def run(self) -> Outcome:
         """To the end, however often it stops."""
@@ -249,7 +257,7 @@ class Job:
         """From the newest checkpoint until the job stops."""
         last = self.checkpoints[-1]
         world = self.scenario.world
-        ranks = [Rank(last.weights, last.state, world) for _ in range(world)]
+        ranks = [Rank(last.weights, last.state, number, world) for number in range(world)]
         info = RunInfo(mode="act", versions={}, layout={"data_parallel_size": world})
         batch = world * OWN
         with Ledger.open(self.folder, resume_step=last.step, resume_sample=last.step * batch, run_info=info) as ledger:
@@ -277,19 +285,21 @@ class Job:
         total = summed(grads)
         if phase == "before the gate":
             return True
-        rows = torch.stack(
-            [self._row(rank, step, loss, grad, total) for rank, loss, grad in zip(ranks, losses, grads, strict=True)]
-        )
-        decided = [rank.pipeline.decide(rows) for rank in ranks]
+        sent = [
+            self._sent(rank, step, loss, grad, total) for rank, loss, grad in zip(ranks, losses, grads, strict=True)
+        ]
+        decided = [rank.pipeline.decide(sent) for rank in ranks]
         self._compare(step, decided)
         if phase == "at the gate":
             return True
-        record, decision = decided[0]
+        record, decision = self.decided = decided[0]
         for number, rank in enumerate(ranks):
             if decision.updates_weights:
                 rank.weights.apply(total)
                 if self._is_wrong(step, number):
                     rank.weights.w[step % SIZE] += 1e-3
+                if step in self.kicks:
+                    rank.weights.w += KICK
             rank.history = chained(rank.history, record, decision)
         if phase == "after the update":
             return True
@@ -300,12 +310,12 @@ class Job:
             return True
         return phase == "in a ledger line"
 
-    def _row(self, rank: Rank, step: int, loss: Any, grad: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
+    def _sent(self, rank: Rank, step: int, loss: Any, grad: torch.Tensor, total: torch.Tensor) -> Sent:
         extra: dict[str, Any] = {"clip_grad": 1.0}
         if Digests(weights_every=DIGEST_EVERY).weights_due(step, saves=step % SAVE_EVERY == 0):
             extra["weights"] = fold(digest([rank.weights.w]))
         batch = self.scenario.world * OWN
-        return rank.reduction.row(
+        return rank.reduction.sent(
             LocalSignals(
                 step=step,
                 first_sample=(step - 1) * batch,

@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_stability.fp8_compare.command import figures
-from megatron_stability.fp8_compare.criteria import EARLY, Gates, compare
+from megatron_stability.fp8_compare.criteria import compare
+from megatron_stability.fp8_compare.gates import EARLY, Gates
 from megatron_stability.megatron import cpu
 from megatron_stability.megatron.start import quickstart
 from megatron_stability.megatron.start.prepare_data import prepare

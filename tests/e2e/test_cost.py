@@ -1,4 +1,4 @@
-"""What the layer adds to a step, counted: nothing when off, one all-gather when on."""
+"""What the layer adds to a step, counted: nothing when off, two all-reduces when on."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ def _a_step(pool: Pool, mode: str, out: Path) -> Counter[str]:
     return counts[1] - counts[0]
 
 
-def test_off_adds_no_collective_and_on_adds_one_a_step(pools: dict[tuple[str, str], Pool], tmp_path: Path) -> None:
+def test_off_adds_no_collective_and_on_adds_two_a_step(pools: dict[tuple[str, str], Pool], tmp_path: Path) -> None:
     stock = _a_step(pools["0.19.2", "stock"], "off", tmp_path)
     assert sum(stock.values()) >= 2 * (MORE - FEW)
     assert _a_step(pools["0.19.2", "patched"], "off", tmp_path) == stock
     on = _a_step(pools["0.19.2", "patched"], "act", tmp_path)
-    assert on - stock == Counter({"c10d::_allgather_base_": MORE - FEW})
+    assert on - stock == Counter({"c10d::allreduce_": 2 * (MORE - FEW)})
     assert stock - on == Counter()

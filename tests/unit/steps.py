@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
+import torch
 from hypothesis import settings
 
 from megatron_stability.detect.base import Detector
+from megatron_stability.observe.reduction import How, LocalSignals, Reduction
 from megatron_stability.records import StepRecord, Verdict
 
 PROPERTY = settings(deadline=None, derandomize=True, max_examples=60)
@@ -23,6 +25,13 @@ def step(number: int, loss: float = 2.0, grad_norm: float = 1.0, **fields: Any) 
         grad_norm, fields["nonfinite_grads"] = math.nan, 1
     fields = {"first_sample": 8 * (number - 1), "samples": 8, "tokens": 512.0, **fields}
     return StepRecord(step=number, loss=loss, grad_norm=grad_norm, **fields)
+
+
+def reduced(ways: Mapping[str, How], *extras: Mapping[str, Any]) -> StepRecord:
+    """The record of ranks that differ in their further signals alone, by the reduction itself."""
+    reduction = Reduction(None, torch.device("cpu"), ways)
+    rest = {"step": 1, "first_sample": 0, "samples": 1, "loss_sums_n2": torch.ones(1, 2), "grad_norm": 1.0}
+    return reduction.together([reduction.sent(LocalSignals(**rest, extra=extra)) for extra in extras])
 
 
 def feed(detector: Detector, records: Iterable[StepRecord], skip: bool = True) -> list[Verdict | None]:

@@ -9,7 +9,7 @@ import pytest
 from megatron_stability.decide.config import Decide
 from megatron_stability.decide.policy import TablePolicy
 from megatron_stability.observe.config import Replicas
-from tests.campaign import simulated
+from tests.campaign import presets, simulated
 from tests.campaign.simulated import Fault, Scenario, Stop
 
 CLEAN = ([], [], [], [], True)
@@ -56,3 +56,42 @@ def test_the_campaign_sees_a_rank_that_decides_otherwise(tmp_path: Path, monkeyp
     monkeypatch.setattr(simulated, "TablePolicy", one_only_observes)
     outcome = simulated.Job(Scenario(5, 2, 40, (Fault("nan", 30, 1),), ()), tmp_path).run()
     assert any("step 30" in found for found in outcome.disagreements)
+
+
+@pytest.mark.parametrize("preset", ["safe", "field"])
+@pytest.mark.parametrize("seed", [1001])
+def test_under_a_preset_ranks_agree_and_the_ledger_says_what_the_weights_are(
+    preset: str, seed: int, tmp_path: Path
+) -> None:
+    assert presets.PresetJob(presets.draw(seed), tmp_path, preset).run()[:5] == CLEAN
+
+
+@pytest.mark.parametrize(("preset", "rewinds"), [("safe", 0), ("field", 1)])
+def test_a_divergence_is_undone_by_field_even_when_killed_in_it_and_told_by_safe(
+    preset: str, rewinds: int, tmp_path: Path
+) -> None:
+    stops = Stop("kill", 63, "at the gate"), Stop("kill", 85, "after the update")
+    scenario = Scenario(7, 3, 120, (Fault("divergence", 60, 0), Fault("nan", 90, 1)), stops)
+    job = presets.PresetJob(scenario, tmp_path, preset)
+    assert job.run()[:5] == CLEAN
+    assert (job.rewinds, job.starts) == (rewinds, 3)
+
+
+def test_a_level_of_the_data_costs_field_one_rewind_and_no_halt(tmp_path: Path) -> None:
+    job = presets.PresetJob(Scenario(8, 2, 130, (Fault("level", 60, 0),), ()), tmp_path, "field")
+    outcome = job.run()
+    assert outcome[:5] == CLEAN
+    assert (job.rewinds, outcome.halts) == (1, 0)
+
+
+def test_the_campaign_sees_a_rank_that_goes_back_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rewind = presets.PresetJob._rewind
+
+    def one_keeps_its_weights(job: presets.PresetJob, step: int, decision: object, ranks: list[simulated.Rank]) -> None:
+        kept = ranks[1].weights
+        rewind(job, step, decision, ranks)  # type: ignore[arg-type]
+        ranks[1].weights = kept
+
+    monkeypatch.setattr(presets.PresetJob, "_rewind", one_keeps_its_weights)
+    job = presets.PresetJob(Scenario(7, 3, 120, (Fault("divergence", 60, 0),), ()), tmp_path, "field")
+    assert job.run()[:5] != CLEAN

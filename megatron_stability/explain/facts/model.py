@@ -14,7 +14,7 @@ LOGITS = 50.0  # largest attention logit that a healthy model hardly reaches
 
 
 def logits(scene: Scene) -> Fact | None:
-    found = scene.spoke("attention_logits", "attention_logit_growth", "attention_entropy")
+    found = scene.spoke("attention_logits", "attention_logit_growth", "qk_gain_drift", "attention_entropy")
     values = [(at, value) for at, value in scene.signal("attention/max_logit") if value > 0]
     if not values:
         return Fact(True, found[0]) if found else None

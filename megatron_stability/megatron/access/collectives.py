@@ -27,6 +27,31 @@ def gather_json(own: dict[str, Any], group: Any, device: torch.device) -> list[d
     return [json.loads(bytes(row[:length].tolist()).decode()) for row, length in lines]
 
 
+def device() -> torch.device:
+    """Where the default group's collectives take tensors from."""
+    on_gpu = dist.get_backend() == "nccl"
+    return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+
+
+def first[T](mine: T | None) -> tuple[int, T] | None:
+    """Collective: the lowest rank that has something to say, and what it says; None where no rank has.
+
+    What a rank receives does not grow with the number of ranks.
+
+    Args:
+        mine: this rank's answer, or None.
+    """
+    rank, world = dist.get_rank(), dist.get_world_size()
+    lowest = torch.tensor([world if mine is None else rank], device=device())
+    dist.all_reduce(lowest, dist.ReduceOp.MIN)
+    source = int(lowest)
+    if source == world:
+        return None
+    box: list[Any] = [mine]
+    dist.broadcast_object_list(box, src=source)
+    return source, box[0]
+
+
 def agree(complaint_here: str | None) -> None:
     """Collective: a complaint of one rank ends all.
 
@@ -36,11 +61,30 @@ def agree(complaint_here: str | None) -> None:
     Raises:
         UsageError: on every rank alike, with the first rank's sentence.
     """
-    answers: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(answers, complaint_here)
-    for rank, answer in enumerate(answers):
-        if answer is not None:
-            raise UsageError(f"rank {rank}: {answer}")
+    complaint = first(complaint_here)
+    if complaint is not None:
+        raise UsageError(f"rank {complaint[0]}: {complaint[1]}")
+
+
+def share_out[T](work: Callable[[], list[T]]) -> T:
+    """Collective: each rank's part of what rank 0 has; no other rank sees the whole.
+
+    Args:
+        work: called on rank 0 only; a part for every rank, in their order.
+
+    Raises:
+        UsageError: on every rank alike.
+    """
+    parts: list[T] = []
+
+    def known() -> None:
+        parts.extend(work())
+
+    from_rank_0(known)
+    box: list[Any] = [None]
+    dist.scatter_object_list(box, parts or None, src=0)
+    mine: T = box[0]
+    return mine
 
 
 def from_rank_0[T](work: Callable[[], T]) -> T:

@@ -17,6 +17,7 @@ from megatron.training import print_rank_0, training
 from torch.utils.data.dataloader import DataLoader, _MultiProcessingDataLoaderIter
 
 from megatron_stability.megatron.access.collectives import agree
+from megatron_stability.megatron.access.skipped import Masked, SkippedDocuments
 
 
 class LookAhead:
@@ -63,6 +64,7 @@ class DataIterators:
         self._rebuilding: int | None = None  # the chunk
         self._loader: Any = None  # behind the training iterator of the first chunk
         self._ahead = 0
+        self.skipped: SkippedDocuments | None = None
 
     def ready(self, provider: Any, loaders: tuple[Any, Any, Any], train: Any, valid: Any) -> None:
         """`build_train_valid_test_data_iterators`, once for each model chunk.
@@ -74,6 +76,9 @@ class DataIterators:
             valid: the validation iterator, or a list of them.
         """
         first, many, last = loaders
+        brought = isinstance(train, list) or (train is not None and getattr(train, "iterable", None) is first)
+        if self.skipped is not None and train is not None and not brought:
+            train.iterable = self.skipped.masked(first.dataset, train.iterable)
         if not self._chunks or self._rebuilding == 0:
             self._loader = first
         if self._rebuilding is not None:
@@ -82,7 +87,6 @@ class DataIterators:
         valids = sets if len(sets) > 1 else next(iter(sets), None)
         datasets = getattr(first, "dataset", None), valids, getattr(last, "dataset", None)
         distributed = bool(getattr(provider, "is_distributed", False))
-        brought = isinstance(train, list) or (train is not None and getattr(train, "iterable", None) is first)
         self._chunks.append(_Chunk(distributed, datasets, train, valid, brought))
 
     def given(self, train: Any) -> None:
@@ -220,7 +224,7 @@ def _deepen(loader: Any, iterator: Any, items: int) -> None:
     """
     if isinstance(loader, DataLoader) and loader.num_workers:
         loader.prefetch_factor = max(loader.prefetch_factor or 0, _depth(items, loader.num_workers))
-    if isinstance(iterator, LookAhead):
+    while isinstance(iterator, LookAhead | Masked):
         iterator = iterator.source
     if not isinstance(iterator, _MultiProcessingDataLoaderIter):
         return

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_stability import files
-from megatron_stability.checkpoints import generations, manifest
+from megatron_stability.checkpoints import generations, manifest, parts
 from megatron_stability.checkpoints.manifest import FileEntry, Manifest
 from megatron_stability.config import StabilityConfig
 from megatron_stability.errors import UsageError
@@ -66,10 +66,12 @@ class Checkpoints:
             data: the data iterators, once Megatron has built them.
             extra_states: what Transformer Engine's modules had in the checkpoint that was loaded last.
             trajectory: where the run stands among its checkpoints.
+            allowed: what differs from the checkpoint that was loaded last, changes training and is allowed to.
         """
         self.data = DataIterators()
         self.trajectory = Trajectory(config.checkpoint, args)
         self.extra_states: dict[str, extra_state.Kind] = {}
+        self.allowed: tuple[str, ...] = ()
         self._config, self._args, self._files, self._host = config, args, files, host or Host()
         self._model: list[Any] = []
         self._optimizer: Any = None
@@ -270,18 +272,25 @@ class Checkpoints:
     def _hash_share(self, save: Save, prints: dict[str, Fingerprint]) -> dict[str, FileEntry]:
         prints_file = save.folder / manifest.fingerprints_name(save.rank)
         files.write_atomically(prints_file, rank_state.packed(prints, self._model))
-        names = manifest.share(manifest.file_names(save.folder), save.rank, save.draft.layout["world_size"])
-        return manifest.hash_files(save.folder, names, threads=self._config.checkpoint.threads, sync=True)
+        if self._args.ckpt_format == "torch":  # files in folders, named for model-parallel ranks: shared out by name
+            names = parts.share(manifest.file_names(save.folder), save.rank, save.draft.layout["world_size"])
+        else:
+            names = parts.own_names(save.folder, save.rank)
+        return self._hashed(save.folder, names)
+
+    def _hashed(self, folder: Path, names: list[str]) -> dict[str, FileEntry]:
+        return manifest.hash_files(folder, names, threads=self._config.checkpoint.threads, sync=True)
 
     def _gather(self, folder: Path, draft: Manifest) -> None:
         """Rank 0's thread: every rank's share, then the manifest."""
-        parts = shares.gather(folder, draft.layout["world_size"])
-        failure = next((share["failure"] for share in parts if share["failure"]), None)
+        told = shares.gather(folder, draft.layout["world_size"])
+        failure = next((share["failure"] for share in told if share["failure"]), None)
         if failure is not None:
             raise SaveError(Failure(*failure))
-        named = {name: FileEntry(**entry) for share in parts for name, entry in share["files"].items()}
-        flaw = next((share["flaw"] for share in parts if share["flaw"]), None)
-        replicas = {rank: [rank_state.Digest(*each) for each in share["replicas"]] for rank, share in enumerate(parts)}
+        named = {name: FileEntry(**entry) for share in told for name, entry in share["files"].items()}
+        named |= self._hashed(folder, parts.left_over(folder, named))
+        flaw = next((share["flaw"] for share in told if share["flaw"]), None)
+        replicas = {rank: [rank_state.Digest(*each) for each in share["replicas"]] for rank, share in enumerate(told)}
         flaw = flaw or rank_state.replica_complaint(replicas)
         known = {"versions": install_digest.versions(), "training": training_args.training(self._args, self._config)}
         self._finish(folder, draft.model_copy(update=known | self._files.known() | {"files": named}), flaw)
@@ -324,7 +333,7 @@ class Checkpoints:
             return
         folder = generations.folder_of(root, self._resumed.step)
         optimizer_state.give_empty_state(optimizer)
-        acceptance.accept(folder, chosen, optimizer, self._args, self._files, self._config)
+        self.allowed = acceptance.accept(folder, chosen, optimizer, self._args, self._files, self._config)
         self._args.ckpt_step = self._resumed.step
         mine = manifest.fingerprints_name(dist.get_rank())
         if mine in self._resumed.files and self._rank_state_fits():

@@ -21,7 +21,7 @@ from megatron_stability.data import fingerprint, index, splits
 from megatron_stability.data.blends import DataSet, data_sets
 from megatron_stability.data.fingerprint import Look
 from megatron_stability.errors import UsageError
-from megatron_stability.megatron.access.collectives import from_rank_0
+from megatron_stability.megatron.access.collectives import first, from_rank_0
 from megatron_stability.megatron.checkpoint.resume import training_args
 
 SEARCH_S = 60.0  # how long a rank may look for an id beyond the vocabulary, once there is one
@@ -122,10 +122,8 @@ class RunFiles:
         for at, each in enumerate(data_sets(self._args)):
             if mine is None and at % world == rank and time.monotonic() < until:
                 mine = _search(each, found, vocab_size, until)
-        answers: list[str | None] = [None] * world
-        dist.all_gather_object(answers, mine)
-        where = next((answer for answer in answers if answer is not None), None)
-        raise UsageError(where or f"a batch {_beyond(found, vocab_size)}")
+        where = first(mine)
+        raise UsageError(f"a batch {_beyond(found, vocab_size)}" if where is None else where[1])
 
 
 def _search(data_set: DataSet, id_outside: int, vocab_size: int, until: float) -> str | None:

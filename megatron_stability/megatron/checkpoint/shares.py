@@ -11,6 +11,7 @@ from megatron_stability.checkpoints import asides, manifest
 from megatron_stability.errors import UsageError
 
 WAIT_S = 1800.0  # how long rank 0's thread waits for the other ranks' threads
+FIRST_LOOK_S, LAST_LOOK_S = 0.02, 1.0  # pauses between two looks for one share
 _NAME = ".stability-share-{rank}.json"
 
 
@@ -32,16 +33,24 @@ def gather(folder: Path, world: int) -> list[dict[str, Any]]:
     Raises:
         UsageError: one did not come.
     """
-    paths = [path(folder, rank) for rank in range(world)]
     deadline = time.monotonic() + WAIT_S
-    while not all(each.exists() for each in paths):
-        if time.monotonic() > deadline:
-            raise UsageError(f"{next(each for each in paths if not each.exists())} did not come in {WAIT_S:g} s")
-        time.sleep(0.02)
+    for rank in range(world):
+        _wait_for(path(folder, rank), deadline)
+    paths = [path(folder, rank) for rank in range(world)]
     shares = [files.read_json(each) for each in paths]
     for each in paths:
         each.unlink()
     return shares
+
+
+def _wait_for(share: Path, deadline: float) -> None:
+    """One at a time and less and less often: every look is a call to the metadata server that all ranks use."""
+    pause = FIRST_LOOK_S
+    while not share.exists():
+        if time.monotonic() > deadline:
+            raise UsageError(f"{share} did not come in {WAIT_S:g} s")
+        time.sleep(pause)
+        pause = min(2 * pause, LAST_LOOK_S)
 
 
 def make_way(folder: Path) -> None:

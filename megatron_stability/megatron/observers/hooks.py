@@ -13,7 +13,7 @@ from megatron.core import parallel_state
 from megatron_stability.config import StabilityConfig
 from megatron_stability.detect.base import Detector, blind, silent
 from megatron_stability.errors import UsageError
-from megatron_stability.megatron.access import master_weights
+from megatron_stability.megatron.access import master_weights, skipped
 from megatron_stability.megatron.access.collectives import gather_json
 from megatron_stability.megatron.access.data_iterators import DataIterators
 from megatron_stability.megatron.access.flags import cuda_graphs
@@ -31,6 +31,7 @@ from megatron_stability.megatron.observers.held_out import HeldOutHook
 from megatron_stability.megatron.observers.norms import NormsHook
 from megatron_stability.megatron.observers.replicas import ReplicaHook
 from megatron_stability.megatron.observers.sketches import SketchHook
+from megatron_stability.megatron.observers.skipped import SkipHook
 from megatron_stability.megatron.observers.step import StepHook
 from megatron_stability.megatron.observers.vocabulary import VocabularyHook
 from megatron_stability.observe.reduction import How
@@ -126,6 +127,8 @@ def build(
     hooks.append(VocabularyHook(host.vocab_size(), model, device, files.refuse_id))
     if config.observe.batch.enabled and cuda_graphs.flag(args) is None:
         hooks.append(BatchHook(config.observe.batch.ngram, model, device, data))
+    if data.skipped is not None:
+        hooks.append(SkipHook(data.skipped, args))
     if qk_clip.wanted(config):
         hooks.append(qk_clip.AttentionHook(config, model, optimizer, device))
     if config.model.embedding_norm_clip is not None:
@@ -237,6 +240,7 @@ def refuse_what_cannot_work(config: StabilityConfig, args: Namespace) -> None:
         UsageError: names the flag and the way out.
     """
     qk_clip.refuse_what_cannot_work(config, args)
+    skipped.refuse_what_cannot_work(config.data.skip_list, args)
     replicas.refuse_what_cannot_work(config, args)
     if config.observe.sketch.every:
         feature = "observe.sketch.every"

@@ -68,12 +68,14 @@ class ReplicaHook:
     def train_begins(self) -> None:
         """Collective: every rank learns who is whose replica."""
         with_context = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        rank = dist.get_rank()
         if self._settings.weights_every:
-            self._signals["weights"] = Replicas(_everyones(with_context))
+            self._signals["weights"] = Replicas(_everyones(with_context), rank)
             if self._args.expert_model_parallel_size > 1:  # else Megatron reduces experts like all others
-                self._signals["expert_weights"] = Replicas(_everyones(parallel_state.get_expert_data_parallel_group()))
+                of_experts = parallel_state.get_expert_data_parallel_group()
+                self._signals["expert_weights"] = Replicas(_everyones(of_experts), rank)
         if self._check is not None:
-            self._signals["compute"] = Replicas(_everyones(with_context))
+            self._signals["compute"] = Replicas(_everyones(with_context), rank)
 
     def step_begins(self, step: int) -> None:
         """Collective over tensor-parallel ranks where the fixed micro-batch is due."""

@@ -17,12 +17,15 @@ from __future__ import annotations
 
 import math
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from megatron_stability.errors import UsageError
 
 KINDS = ("scale", "nan", "inf", "wrong", "page", "noise", "nan-loss", "inf-loss")
 VALUES = {"nan": math.nan, "inf": math.inf, "nan-loss": math.nan, "inf-loss": math.inf}
@@ -72,6 +75,19 @@ def add_arguments(parser: ArgumentParser) -> ArgumentParser:
 def faults(args: Namespace) -> list[Fault]:
     """The faults asked for; text on `args`, since checkpoints keep args and load primitives only."""
     return [Fault.parse(text) for text in args.drill_fault]
+
+
+def refuse_unreadable(texts: Sequence[str]) -> None:
+    """Raise for a fault that can't be read.
+
+    Raises:
+        UsageError: names the flag and the kinds.
+    """
+    try:
+        for text in texts:
+            Fault.parse(text)
+    except ArgumentTypeError as error:
+        raise UsageError(f"--drill-fault {error}") from None
 
 
 def hook_gradients(model: torch.nn.Module, args: Namespace, chunk: int | None = None) -> None:

@@ -18,6 +18,10 @@ from typing import Any, Self
 from megatron_stability.errors import EXIT_FINE, EXIT_HALTED, EXIT_REWIND, EXIT_UNUSABLE, UsageError
 from megatron_stability.megatron.access import processes
 
+AGAIN = (  # a rewind that no supervisor carries out
+    f"exit code {EXIT_REWIND}: the policy rewinds; start the same command again, a recipe's with --supervise N, which "
+    "goes back by itself (docs/rewind.md, docs/bridge.md)"
+)
 TAIL = 60  # lines of the failing rank's standard error that are shown
 
 
@@ -107,7 +111,9 @@ class Ranks:
 
     def _tell(self, rank: int, code: int) -> None:
         if code in (EXIT_UNUSABLE, EXIT_HALTED, EXIT_REWIND):
-            sys.stderr.write(without_usage(self._log(rank).read_text(errors="replace")))
+            sys.stderr.write(sentence_last(without_usage(self._log(rank).read_text(errors="replace"))))
+            if code == EXIT_REWIND:
+                print(f"megatron-stability: {AGAIN}", file=sys.stderr)
             return
         lines = self._log(rank).read_text(errors="replace").splitlines()
         print(f"megatron-stability: rank {rank} failed first, with exit code {code}; it said:", file=sys.stderr)
@@ -129,6 +135,18 @@ def without_usage(said: str) -> str:
             usage = None
         kept.append(line)
     return "".join(kept)
+
+
+def sentence_last(said: str) -> str:
+    """What a rank said, with our last sentence once more at its end where something else came after it.
+
+    Tracebacks of the host's clean-up follow the reason by dozens of lines; the reason is the last word on the screen.
+    """
+    lines = said.rstrip("\n").split("\n")
+    ours = [line for line in lines if line.startswith("megatron-stability") and ": " in line]
+    if not ours or lines[-1] == ours[-1]:
+        return said
+    return said.rstrip("\n") + f"\n\n{ours[-1]}\n"
 
 
 def _let_end(ranks: list[Any]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import os
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
@@ -11,6 +12,7 @@ import megatron.bridge.recipes as recipes
 from hydra.errors import HydraException
 from megatron.bridge.models.gpt_provider import GPTModelProvider, local_layer_spec
 from megatron.bridge.training.config import ConfigContainer, GPTDatasetConfig, MockGPTDatasetConfig
+from megatron.bridge.training.mixed_precision import get_mixed_precision_config
 from megatron.bridge.training.utils.omegaconf_utils import (
     OverridesError,
     apply_overrides,
@@ -22,7 +24,7 @@ from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from megatron_stability.errors import UsageError
-from megatron_stability.nemo.recipe import strict
+from megatron_stability.nemo.recipe import hub, source, strict
 from megatron_stability.nemo.recipe.recipe_file import Layer, RecipeFile
 
 # What a CPU can't do: each line turns off a CUDA kernel, NCCL or Transformer Engine. Set where the recipe has the key.
@@ -47,6 +49,7 @@ CPU: Final[Mapping[str, Mapping[str, Any] | None]] = {
     "optimizer": {"use_precision_aware_optimizer": False},
     "comm_overlap": None,
 }
+_FP8: Final = ("fp8_", "first_last_layers_bf16", "num_layers_at_")  # fields of the model that precisions have too
 
 
 def build(wanted: RecipeFile, cpu: bool) -> tuple[ConfigContainer, list[str]]:
@@ -81,6 +84,7 @@ def build(wanted: RecipeFile, cpu: bool) -> tuple[ConfigContainer, list[str]]:
     for layer in (*layers, wanted.word_layer):
         for path in _leaves(OmegaConf.to_container(layer.values, resolve=False)):
             _settle(container, path, layer.place)
+    _keep_fp8(container, (*layers, wanted.word_layer))
     if cpu:
         if not isinstance(container.model, GPTModelProvider):
             raise UsageError(
@@ -98,7 +102,7 @@ def recipe(name: str) -> Any:
     """
     known = [other for other in dir(recipes) if other.endswith("_config") and callable(getattr(recipes, other))]
     if name not in known:
-        hint = strict.suggestion(name, known) or f"; there are {len(known)}, e.g. vanilla_gpt_pretrain_config"
+        hint = source.nearest(name, known) or f"; there are {len(known)}, e.g. vanilla_gpt_pretrain_config"
         raise UsageError(f"recipe: there is no recipe `{name}` in megatron.bridge.recipes{hint}")
     function = getattr(recipes, name)
     wanted = [p.name for p in inspect.signature(function).parameters.values() if p.default is p.empty and p.kind < 2]
@@ -111,7 +115,9 @@ def _call(function: Any, name: str) -> ConfigContainer:
     try:
         container = function()
     except (OSError, ValueError, RuntimeError, ImportError) as error:  # most often the hub, for a model's shape
-        raise UsageError(f"recipe {name} can't be built here: {_sentence(error)}") from error
+        offline = f"; the model hub is not asked ({hub.OFFLINE}=1)" if os.environ.get(hub.OFFLINE) else ""
+        hint = "; `megatron-stability nemo --list` names recipes that need none" if source.asks_hub(name) else ""
+        raise UsageError(f"recipe {name} can't be built here: {_sentence(error)}{offline}{hint}") from error
     if not isinstance(container, ConfigContainer):
         raise UsageError(f"recipe {name} gives a {type(container).__name__}, not a ConfigContainer")
     return container
@@ -225,6 +231,19 @@ def _settle(container: ConfigContainer, path: tuple[str, ...], place: str) -> No
             raise UsageError(f"{place}: {'.'.join(path)} can't be built: {_sentence(error)}") from None
     elif (known := strict.meant(strict.field_types(type(owner)).get(path[-1]), value)) is not value:
         setattr(owner, path[-1], known)
+
+
+def _keep_fp8(container: ConfigContainer, layers: tuple[Layer, ...]) -> None:
+    """What a recipe says of `model.fp8_*` stays: a named mixed precision would put its own over it, silently."""
+    named = {path[1] for layer in layers for path in _leaves(OmegaConf.to_container(layer.values, resolve=False))
+             if path[0] == "model" and len(path) == 2 and path[1].startswith(_FP8)}  # fmt: skip
+    if not named or container.mixed_precision is None:
+        return
+    if isinstance(container.mixed_precision, str):
+        container.mixed_precision = get_mixed_precision_config(container.mixed_precision)
+    for name in sorted(named):
+        if hasattr(container.mixed_precision, name):
+            setattr(container.mixed_precision, name, getattr(container.model, name))
 
 
 def _refuse_unbuilt(container: ConfigContainer, layer: Layer) -> None:

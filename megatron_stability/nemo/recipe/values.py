@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
@@ -40,6 +41,7 @@ def refuse_late_failures(container: ConfigContainer, stability: StabilityConfig)
         value = None if name == "train.train_iters" and untrained else _of(container, name)
         if value is not None and not 1 <= value <= MOST:
             raise UsageError(f"{name} {value}: must be at least 1 and at most {MOST}")
+    refuse_ranks(container.model, int(os.environ.get("WORLD_SIZE", "1")))
     for name, value in _numbers(container):
         if math.isnan(value):
             raise UsageError(f"{name} {value}: is not a number")
@@ -52,6 +54,27 @@ def refuse_late_failures(container: ConfigContainer, stability: StabilityConfig)
     for name, folder in (folders | {"stability.record.dir": stability.record.dir}).items():
         if folder is not None:
             check_writable(name, Path(folder))
+
+
+def refuse_ranks(model: Any, world: int) -> None:
+    """Raise where the ranks can't be shared out as the model wants it.
+
+    Args:
+        model: its parallel sizes.
+        world: ranks of the run.
+
+    Raises:
+        UsageError: names the sizes and the ranks; Bridge would speak of heads, or of nothing.
+    """
+    names = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
+    sizes = {f"model.{name}": getattr(model, name, 1) or 1 for name in names}
+    if world % (wanted := math.prod(sizes.values())):
+        said = " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)
+        ranks = f"{world} rank{'s' if world > 1 else ''}"
+        raise UsageError(
+            f"{said} needs a multiple of {wanted} ranks, and this run has {ranks}: give --nproc-per-node {wanted} (or "
+            "torchrun's), or smaller sizes"
+        )
 
 
 def _refuse_misfit(model: Any) -> None:

@@ -51,8 +51,8 @@ def test_one_set_that_gets_worse_is_a_verdict(
                 grad_norm=1.0,
                 extra=hook.observe(),
             )
-            rows.append(reduction.row(local))
-        record = reduction.record(torch.stack(rows))
+            rows.append(reduction.sent(local))
+        record = reduction.together(rows)
         verdict = detector.inspect(record)
         detector.learn(record, True)
         for hook in (last, other):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from types import MappingProxyType
 from typing import Any
 
@@ -11,8 +10,8 @@ import torch
 
 from megatron_stability.errors import UsageError
 from megatron_stability.megatron.observers.vocabulary import OUTSIDE, VocabularyHook
-from megatron_stability.observe.reduction import COLUMNS, LocalSignals, combine
 from megatron_stability.records import StepRecord
+from tests.unit.steps import reduced
 
 pytestmark = pytest.mark.megatron
 V = 200
@@ -33,11 +32,7 @@ def refuse(found: int, vocab_size: int) -> None:
 
 def told(hook: VocabularyHook) -> float | None:
     """What the record of a step says, by the real packing; None where nothing."""
-    local = LocalSignals(step=1, first_sample=0, samples=1, loss_sums_n2=torch.ones(1, 2), grad_norm=1.0)
-    row = torch.cat([local.pack(torch.device("cpu")), hook.observe()[OUTSIDE].reshape(1)])
-    assert len(row) == len(COLUMNS) + 1
-    nothing = [*row[:-1].tolist(), math.nan]
-    return combine([row.tolist(), nothing], {OUTSIDE: "max"}).signals.get(OUTSIDE)
+    return reduced({OUTSIDE: "max"}, dict(hook.observe()), {}).signals.get(OUTSIDE)
 
 
 @pytest.fixture

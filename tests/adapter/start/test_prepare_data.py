@@ -260,3 +260,45 @@ def test_the_command_prints_the_flags_and_refuses_a_missing_input(corpus, tmp_pa
         assert said in capsys.readouterr().err
     assert cli.main(["prepare-data", str(corpus), "--output", str(corpus / "a.txt" / "x")]) == 2
     assert "--output" in capsys.readouterr().err
+
+
+def test_what_is_unlike_text_is_told_and_bad_lines_are_kept_aside(tmp_path, capsys):
+    root = tmp_path / "corpus"
+    root.mkdir()
+    for at, text in enumerate([b"\0" * 5000, b"a" * 20000, b"the same text", b"the same text", b"", b"caf\xe9 " * 40]):
+        (root / f"{at}.txt").write_bytes(text)
+    lines = ['{"text": "fine"}', "{broken", '{"text": 1}', '{"text": "fine too"}']
+    (root / "l.jsonl").write_text("\n".join(lines))
+    argv = ["prepare-data", str(root), "--output", str(tmp_path / "d")]
+    assert cli.main(argv) == 2
+    assert "l.jsonl:2" in capsys.readouterr().err
+    assert cli.main([*argv, "--on-error", "quarantine"]) == 0
+    out = capsys.readouterr().out
+    warned = {line.split(": ")[2].split(" (")[0]: line for line in out.splitlines() if line.startswith("warning: ")}
+    assert set(warned) == {"run", "repeated_4", "repeated_8", "control", "invalid", "duplicate", "empty", "unreadable"}
+    assert "2 documents: unreadable" in warned["unreadable"]
+    assert warned["duplicate"].endswith("3.txt")
+    kept = [json.loads(line) for line in (tmp_path / "d.quarantine.jsonl").read_text().splitlines()]
+    assert [(each["place"].rpartition("/")[2], each["line"]) for each in kept] == [
+        ("l.jsonl:2", lines[1]),
+        ("l.jsonl:3", lines[2]),
+    ]
+    assert [int(line["line"]) for line in provenance(tmp_path / "d") if "line" in line] == [1, 4]
+
+
+def test_an_encoding_is_given_or_found(tmp_path, capsys):
+    text = "Où est passée la bibliothèque? Elle a été déménagée près de l'hôtel, où l'on préfère les élèves.\n" * 4
+    for encoding, given in (("cp1252", "cp1252"), ("detect", "utf-16")):
+        (tmp_path / "a.txt").write_bytes(text.encode(given))
+        prefix = tmp_path / encoding
+        assert cli.main(["prepare-data", str(tmp_path / "a.txt"), "--output", str(prefix), "--encoding", encoding]) == 0
+        assert bytes(read(prefix)[0][0][:-1].astype(np.uint8)).decode() == text
+        assert json.loads((tmp_path / f"{encoding}.meta.json").read_text())["encoding"] == encoding
+        assert provenance(prefix)[0]["encoding"].replace("_", "-") == given
+    (tmp_path / "a.txt").write_bytes(text.encode("cp1252"))
+    for encoding in ("utf-8", "klingon"):
+        assert (
+            cli.main(["prepare-data", str(tmp_path / "a.txt"), "--output", str(tmp_path / "e"), "--encoding", encoding])
+            == 2
+        )
+        assert encoding in capsys.readouterr().err

@@ -44,6 +44,21 @@ def refuse(
     return None
 
 
+def allowed(context: Context, saved: dict[str, Any], now: dict[str, Any], names: list[str]) -> tuple[str, ...]:
+    from megatron_stability.config import StabilityConfig
+    from megatron_stability.megatron.checkpoint.resume import changes
+
+    known: dict[str, Any] = {"training": saved, "versions": {"megatron_core": "0.19.2"}} | Read(DATA).known()
+    manifest = Manifest(step=5, samples=5, tokens=5, **known)
+    config = StabilityConfig.model_validate({"checkpoint": {"allow_changes": names}})
+    return changes.refuse(manifest, Namespace(**(START | now)), Read(DATA), config)  # type: ignore[arg-type]
+
+
+def test_what_is_allowed_and_differs_is_named_for_its_grace(patched_ranks: Pool) -> None:
+    now = TRAINING | {"seed": 2, "log_interval": 7}
+    assert patched_ranks.run(allowed, TRAINING, now, ["seed", "lr"], world=1) == [("seed",)]
+
+
 def ask_changes(
     pool: Pool, now: dict[str, Any], allowed: tuple[str, ...] = (), saved: dict[str, Any] | None = None, **more: Any
 ) -> str | None:

@@ -277,7 +277,7 @@ def one_breaks(context: Context, root: str) -> str:
         raise MemoryError("no memory for a buffer")
 
     generations.folder_of(Path(root), 5).mkdir(exist_ok=True)
-    args = Namespace(save=root, world_size=2, consumed_train_samples=8, seq_length=4)
+    args = Namespace(save=root, world_size=2, consumed_train_samples=8, seq_length=4, ckpt_format="torch_dist")
     checkpoints = Checkpoints(config.StabilityConfig(), args, Read())
     if context.rank == 1:
         checkpoints._hash_share = out_of_memory  # type: ignore[method-assign]

@@ -20,7 +20,7 @@ from tests.dist.pool import Context, Pool
 def three_steps(context: Context) -> list[tuple[str, str | None]]:
     """Equal replicas; then one flipped bit on the last rank; then a rank that went another way than the others."""
     rank, world = context.rank, context.world
-    everyone = Replicas((tuple(range(world)),))
+    everyone = Replicas((tuple(range(world)),), rank)
     reduction = Reduction(context.group, torch.device("cpu"), {"n": "norm", "w": everyone, "l": Layers(2)})
     weight = torch.arange(1000.0).bfloat16()
     history, seen = 0, list[tuple[str, str | None]]()

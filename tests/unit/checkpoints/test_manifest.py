@@ -15,7 +15,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megatron_stability.checkpoints import asides, generations, manifest
+from megatron_stability.checkpoints import asides, generations, manifest, parts
 from megatron_stability.errors import UsageError
 from tests.unit.checkpoints.checkpoint_maker import complete, draft, save
 
@@ -145,9 +145,9 @@ def test_shares_of_all_ranks_are_a_partition() -> None:
     names = [f"__{writer}.distcp" for writer in ("0_0", "0_1", "3_0", "11_0")]
     names += [".metadata", "common.pt", "mp_rank_00/model.pt", "mp_rank_01/model.pt"]
     for world in (1, 2, 4, 7):
-        shares = [manifest.share(names, rank, world) for rank in range(world)]
+        shares = [parts.share(names, rank, world) for rank in range(world)]
         assert sorted(name for share in shares for name in share) == sorted(names)
-    assert "__3_0.distcp" in manifest.share(names, 3, 4)
+    assert "__3_0.distcp" in parts.share(names, 3, 4)
 
 
 def test_memory_of_verification_is_bounded(tmp_path: Path) -> None:

@@ -236,6 +236,7 @@ SMALL = c.Detect(
     held_out=c.HeldOut(relearn_after=3),
     param_growth=c.Growth(window=5, warmup_steps=2, after_step=0, relearn_after=4),
     attention_logit_growth=c.Trend(block=1, blocks=10, rise=0.1),
+    qk_gain_drift=c.Trend(block=1, blocks=10, rise=0.1),
 )
 
 

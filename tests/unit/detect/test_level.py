@@ -16,7 +16,8 @@ from megatron_stability.decide.policy import TablePolicy
 from megatron_stability.detect import build
 from megatron_stability.detect import config as c
 from megatron_stability.detect.base import blind
-from megatron_stability.detect.expected import ExpectedChange
+from megatron_stability.detect.data import TokenDrop
+from megatron_stability.detect.expected import ExpectedChange, allow
 from megatron_stability.detect.level import LossDivergence
 from megatron_stability.detect.loss import LossMad
 from megatron_stability.detect.odd import OddInput
@@ -96,6 +97,18 @@ def test_the_record_itself_shows_a_change_of_batch_or_rate() -> None:
     assert flagged(feed(detector, [step(41, samples=16, learning_rate=9e-4)], skip=False)) == [41]
 
 
+def test_what_a_resume_was_allowed_to_change_has_its_grace() -> None:
+    one, other = pipeline("field"), pipeline("field")
+    run(one, curve(1, 200))
+    other.load_state_dict(json.loads(json.dumps(one.state_dict(), allow_nan=False)))
+    allow(other.detectors, ("seq_length", "lr"))
+    decisions = run(other, curve(201, 240, rise=1.5))
+    assert taken(decisions) == []
+    assert "seq_length, lr may differ" in decisions[0].verdicts[0].reason
+    assert [v.detector for d in decisions[1:] for v in d.verdicts if v.detector == "expect"] == []
+    assert Action.REWIND in {action for _, action in taken(run(one, curve(201, 240, rise=1.5)))}
+
+
 def test_what_is_announced_is_step_and_kind() -> None:
     flags = {"stability_detect_expect_announced": "6001:data,7001:sequence_length"}
     assert config.load(overrides=flags).detect.expect.announced == ((6001, "data"), (7001, "sequence_length"))
@@ -148,6 +161,26 @@ def test_a_slow_rise_does_not_drag_its_level_along() -> None:
 
 def mad(records: list[StepRecord], early: c.Early = LATE) -> list[int]:
     return flagged(feed(LossMad(c.LossMad(), early), records, skip=False))
+
+
+@pytest.mark.parametrize("nats", [1.0, 2.0, 8.0])
+@pytest.mark.parametrize("fall", ["exponential", "slow", "straight", "power", "sigmoid"])
+def test_a_lone_spike_on_a_curve_that_falls_from_11_to_3_is_seen(fall: str, nats: float) -> None:
+    falls = {
+        "exponential": lambda i: 3.3 + 7.7 * math.exp(-i / 40),
+        "slow": lambda i: 3.3 + 7.7 * math.exp(-i / 80),
+        "straight": lambda i: max(3.3, 11.0 - 7.7 * i / 150),
+        "power": lambda i: 3.3 + 7.7 * i**-0.5,
+        "sigmoid": lambda i: 3.3 + 7.7 / (1.0 + math.exp((i - 60) / 12)),
+    }[fall]
+    found = []
+    for seed in range(20):  # the noise at step 60 is 0.08 nats
+        noise = [0.02 * (1 + 4 * math.exp(-i / 200)) * gauss(i, 1.0, seed) for i in range(1, 200)]
+        losses = [falls(i) + noise[i - 1] + (nats if i == 60 else 0.0) for i in range(1, 200)]
+        found.append(mad([step(i, loss=loss) for i, loss in enumerate(losses, 1)], c.Early()))
+    steepest_there = fall == "sigmoid"
+    assert sum(60 in steps for steps in found) >= (20 if nats > 1.0 else 10 if steepest_there else 17)
+    assert all(set(steps) <= {60} for steps in found)
 
 
 @pytest.mark.parametrize("nats", [2.0, 3.0, 8.0])
@@ -203,6 +236,23 @@ def test_steps_withheld_with_a_period_name_their_data() -> None:
     told = [v for d in run(one, records) for v in d.verdicts if v.detector == "odd_input"]
     assert [verdict.step for verdict in told] == [161]
     assert "every 20 steps, first samples 792, 952, 1112, 1272" in told[0].reason
+
+
+def test_tokens_that_shrink_are_told_before_none_is_left() -> None:
+    detector = TokenDrop(c.TokenDrop(), LATE)
+    full = [step(i, tokens=1e6) for i in range(1, 101)]
+    shrink = [step(100 + i, tokens=1e6 * 0.99**i) for i in range(1, 601)]  # to 2.4e3, by 1 % a step
+    found = [v for v in feed(detector, full + shrink, skip=False) if v is not None]
+    assert found[0].tier is Tier.WATCH
+    assert 0.45e6 / 8 < found[0].value < 0.5e6 / 8
+    assert [v.tier for v in found if v.tier is not Tier.WATCH][:1] == [Tier.SMALL]
+    assert found[-1].tier is Tier.MEDIUM
+    varied = [step(i, tokens=1e6 * (1.0 + gauss(i, 0.1))) for i in range(1, 400)]
+    ramp = [step(i, samples=8 + i // 50, tokens=1e3 * (8 + i // 50)) for i in range(1, 400)]
+    assert flagged(feed(TokenDrop(c.TokenDrop(), LATE), varied, skip=False)) == []
+    assert flagged(feed(TokenDrop(c.TokenDrop(), LATE), ramp, skip=False)) == []
+    lone = [step(i, tokens=1e4 if i == 60 else 1e6) for i in range(1, 100)]
+    assert flagged(feed(TokenDrop(c.TokenDrop(), LATE), lone, skip=False)) == []
 
 
 def test_blind_detectors_say_until_which_step() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 import statistics
+from collections.abc import Callable
 
 import pytest
 
@@ -137,6 +138,17 @@ def test_router_logits_and_attention_logits_grow() -> None:
     assert flagged(feed(trend_, flat)) == []
     up = [step(i, signals={"attention/max_logit": 12.0 * math.exp(i * 2e-3) + gauss(i, 1.0)}) for i in range(1, 501)]
     assert flagged(feed(trend_, up))
+
+
+def test_a_qk_norm_gain_that_drifts_up_is_told_and_one_that_settles_is_not() -> None:
+    def told(gain: Callable[[int], float]) -> list[int]:
+        detector = trend.QkGainDrift(SECTIONS.qk_gain_drift, LATE)
+        records = [step(i, signals={"qk_norm/max_gain": gain(i) * math.exp(gauss(i, 0.01))}) for i in range(1, 1501)]
+        return flagged(feed(detector, records, skip=False))
+
+    assert told(lambda i: 1.5 + 0.3 * math.exp(-i / 300)) == []
+    assert 100 < told(lambda i: math.exp(i * 1e-3))[0] < 600
+    assert told(lambda i: 0.0) == []
 
 
 def test_spike_at_the_lr_peak_and_not_long_after() -> None:

@@ -14,15 +14,16 @@ import pytest
 
 from megatron_stability.errors import UsageError
 from megatron_stability.fp8_compare import command
-from megatron_stability.fp8_compare.criteria import Gates, compare, windows
+from megatron_stability.fp8_compare.criteria import compare, windows
 from megatron_stability.fp8_compare.figures import RunFigures, relative_errors
+from megatron_stability.fp8_compare.gates import Gates
 from megatron_stability.ledger.entries import StepEntry
 from megatron_stability.ledger.ledger import Ledger, RunInfo
 from megatron_stability.ledger.sketches import Sketch
 from megatron_stability.records import Action, Decision, StepRecord
 from megatron_stability.sites import Site
 
-FP8 = {"fp8/gemms": 24.0, "fp8/fallbacks": 0.0}
+FP8 = {"fp8/gemms": 24.0, "fp8/fallbacks": 0.0, "fp8/underflow": 0.01, "fp8/saturation": 0.0}
 
 
 def step(number: int, loss: float, signals: Any = None, **changes: Any) -> StepEntry:
@@ -49,7 +50,18 @@ def run_of(
     noise = random.Random(seed)
     curve = [factor * (2 + 3 / n**0.5) * (1 + noise.gauss(0, 1e-4)) for n in range(1, steps + 1)]
     entries = [step(n, loss, signals, **changes) for n, loss in enumerate(curve, 1)]
-    return RunFigures(name=name, steps=entries, data={"seed": str(seed // 10), "data_path": "x"})
+    bare = RunFigures(name=name, steps=entries, held_out=2.0, data={"seed": str(seed // 10), "data_path": "x"})
+    return sketched(bare, 0.0)
+
+
+def sketched(run: RunFigures, turn: float, start: float = 1.0, cut: str = "7") -> RunFigures:
+    """Gradients of row 1 turned by an angle (radians) from step 2 on, of row 0 as they were."""
+
+    def at(n: int) -> Sketch:
+        gradient = ((1.0, 0.0), (math.cos(turn), math.sin(turn)) if n >= 2 else (1.0, 0.0))
+        return Sketch((cut, cut), ((start, 1.0), (1.0 - n * gradient[1][0], -n * gradient[1][1])), gradient)
+
+    return replace(run, sketches={n: at(n) for n in (1, 2, 40)})
 
 
 def test_a_shift_beyond_the_gate_is_a_finding_and_one_below_is_not() -> None:
@@ -125,7 +137,8 @@ def test_held_out_loss_and_speed_have_gates() -> None:
     noise = replace(run_of("seed 2", 1.0, seed=20), held_out=1.97)
     assert compare(fp8, control, noise, 100, Gates())["findings"] == [], "two seeds differ by more"
     assert "0.80x" in compare(fp8, control, noise, 100, Gates(slowdown=0.5))["findings"][0]
-    unknown = compare(run_of("fp8", 1.0, FP8), control, None, 100, Gates(slowdown=1.0, held_out_asked=True))
+    blank = replace(fp8, held_out=None, step_seconds=None)
+    unknown = compare(blank, control, None, 100, Gates(slowdown=1.0))
     assert [f.split(" was")[0] for f in unknown["findings"]] == ["held-out loss", "time a step"]
 
 
@@ -149,16 +162,6 @@ def test_telemetry_sees_what_a_small_models_loss_does_not(
     assert compare(early, control, None, 200, Gates())["findings"] == [], "warmup is left out"
     (finding,) = compare(bad, control, None, 100, Gates())["findings"]
     assert says in finding
-
-
-def sketched(run: RunFigures, turn: float, start: float = 1.0, cut: str = "7") -> RunFigures:
-    """Gradients of row 1 turned by an angle (radians) from step 2 on, of row 0 as they were."""
-
-    def at(n: int) -> Sketch:
-        gradient = ((1.0, 0.0), (math.cos(turn), math.sin(turn)) if n >= 2 else (1.0, 0.0))
-        return Sketch((cut, cut), ((start, 1.0), (1.0 - n * gradient[1][0], -n * gradient[1][1])), gradient)
-
-    return replace(run, sketches={n: at(n) for n in (1, 2, 40)})
 
 
 def test_gradients_that_turn_away_fail_and_name_the_first_layer_that_departs() -> None:
@@ -246,8 +249,9 @@ def test_the_command_on_two_folders(tmp_path: Path, capsys: pytest.CaptureFixtur
     write(tmp_path / "bad", 1.01, FP8)
     page, figures = tmp_path / "c.html", tmp_path / "c.json"
     arguments = ["--warmup", "20", "--json", str(figures), "--html", str(page)]
-    assert command.run([str(tmp_path / "good"), str(tmp_path / "bf16"), *arguments]) == 0
-    assert "120 steps, 61,440 tokens, FP8 in 100% of linears" in capsys.readouterr().out
+    without = ["--without", "cosine", "--without", "held-out"]
+    assert command.run([str(tmp_path / "good"), str(tmp_path / "bf16"), *arguments, *without]) == 0
+    assert "120 steps, 61,440 tokens, 20 steps of warmup, FP8 in 100% of linears" in capsys.readouterr().out
     assert json.loads(figures.read_text())["findings"] == []
     assert page.stat().st_size > 10_000
     assert command.run([str(tmp_path / "bad"), str(tmp_path / "bf16"), "--warmup", "20"]) == 1
@@ -309,6 +313,10 @@ def test_runs_are_started_alike_but_for_what_is_compared(tmp_path: Path, monkeyp
 
     monkeypatch.setattr(subprocess, "run", train)
     own = [
+        "--without",
+        "cosine",
+        "--without",
+        "held-out",
         "--emulate",
         "delayed",
         "--noise-seed",
@@ -323,11 +331,12 @@ def test_runs_are_started_alike_but_for_what_is_compared(tmp_path: Path, monkeyp
     flags = ["--", "--num-layers", "4", "--train-iters", "120"]
     assert command.run(["--out", str(tmp_path / "a"), *own, *flags]) == 0
     bf16, fp8, noise = ([word for word in words if str(tmp_path) not in word] for words in started)
-    assert [*bf16, "--stability-fp8-emulate", "delayed", "--fp8-margin", "1"] == fp8
+    history = ["--fp8-amax-history-len", "1024", "--fp8-amax-compute-algo", "max"]
+    assert [*bf16, "--stability-fp8-emulate", "delayed", *history, "--fp8-margin", "1"] == fp8
     assert [*bf16, "--seed", "2"] == noise
     assert bf16[bf16.index("--stability-observe-sketch-every") + 1] == "2"
     with pytest.raises(UsageError, match="bf16 holds a run already"):
         command.run(["--out", str(tmp_path / "a"), *own, *flags])
     codes["fp8"] = 1
-    with pytest.raises(UsageError, match="the fp8 run ended with exit code 1; its log is"):
+    with pytest.raises(UsageError, match="the fp8 run ended with exit code 1: it said nothing; its log is"):
         command.run(["--out", str(tmp_path / "b"), *own, *flags])

@@ -7,15 +7,14 @@ import math
 from pathlib import Path
 
 import pytest
-import torch
 
 from megatron_stability import config, detect
 from megatron_stability.errors import UsageError
 from megatron_stability.ledger.entries import read
 from megatron_stability.ledger.ledger import Ledger, RunInfo
-from megatron_stability.observe.reduction import LocalSignals, combine
 from megatron_stability.records import AttentionTable, StepRecord, Tier
 from megatron_stability.report.attention_curves import curves
+from tests.unit.steps import reduced
 
 
 @pytest.mark.parametrize(
@@ -37,21 +36,12 @@ def test_impossible_settings_are_refused_by_name(flag: str) -> None:
         config.load(None, {config.dest(("qk_clip", name)): value})
 
 
-def _rows(extras: list[dict[str, float]], names: tuple[str, ...]) -> list[list[float]]:
-    return [
-        LocalSignals(step=1, first_sample=0, samples=1, loss_sums_n2=torch.ones(1, 2), grad_norm=1.0, extra=extra)
-        .pack(torch.device("cpu"), names)
-        .tolist()
-        for extra in extras
-    ]
-
-
 def test_signals_are_combined_over_the_ranks_that_have_one() -> None:
     ways = {"hottest": "max", "coolest": "min", "heads": "sum", "nobody": "max"}
     extras = [{"hottest": -3.0, "coolest": 2.0, "heads": 1.0}, {"hottest": math.nan}, {"hottest": -1.5, "heads": 2.0}]
-    record = combine(_rows(extras, tuple(ways)), ways)
+    record = reduced(ways, *extras)
     assert dict(record.signals) == {"hottest": -1.5, "coolest": 2.0, "heads": 3.0}
-    infinite = combine(_rows([{"hottest": math.inf}, {"hottest": 5.0}], ("hottest",)), {"hottest": "max"})
+    infinite = reduced({"hottest": "max"}, {"hottest": math.inf}, {"hottest": 5.0})
     assert infinite.signals["hottest"] == math.inf
 
 

@@ -26,10 +26,6 @@ CPU = torch.device("cpu")
 NONE = torch.zeros(0, 2)
 
 
-def column(*values: float) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.float64)[:, None]
-
-
 def test_a_digest_shows_a_flipped_bit_and_the_order_and_is_exact_in_float64() -> None:
     weights = [torch.arange(24.0).bfloat16(), torch.ones(5)]
     same, swapped = digest(weights), digest(weights[::-1])
@@ -41,39 +37,54 @@ def test_a_digest_shows_a_flipped_bit_and_the_order_and_is_exact_in_float64() ->
     assert float(fold(digest([w.clone() for w in weights]))) == float(fold(same))
 
 
+def compared(groups: tuple[tuple[int, ...], ...], *values: float) -> tuple[dict[str, float], tuple[int, ...]]:
+    """The signals of digests of replicas, one a rank, and who is named; NaN: the rank did not measure."""
+    everyone = []
+    for number, value in enumerate(values):
+        reduction = Reduction(None, CPU, {"weights": Replicas(groups, number)})
+        everyone.append(reduction.sent(rank(extra={"weights": torch.tensor([value], dtype=torch.float64)})))
+    record = reduction.together(everyone)
+    return dict(record.signals), record.disagreeing_ranks
+
+
 @pytest.mark.parametrize(
     ("values", "outvoted"),
     [
-        ((7, 7, 7, 7), set()),
-        ((7, 7, 8, 7), {2}),
-        ((7, 8, 9, 9), {0, 1}),
-        ((7, 7, 8, 8), {0, 1, 2, 3}),  # a tie: which half is right can't be told
+        ((7, 7, 7, 7), ()),
+        ((7, 7, 8, 7), (2,)),
+        ((7, 8, 9, 9), (0, 1)),
+        ((7, 7, 8, 8), (0, 1, 2, 3)),  # a tie: which half is right can't be told
+        ((7, 7, 2**52 - 1, 7), (2,)),
+        ((0, 0, 1, 0), (2,)),
     ],
 )
-def test_replicas_are_outvoted_by_the_majority(values: tuple[float, ...], outvoted: set[int]) -> None:
-    signals, ranks = Replicas(((0, 1, 2, 3),)).combine("weights", column(*values))
-    assert (signals, ranks) == ({"ranks/weights": len(outvoted)}, outvoted)
+def test_replicas_are_outvoted_by_the_majority(values: tuple[float, ...], outvoted: tuple[int, ...]) -> None:
+    assert compared(((0, 1, 2, 3),), *values) == ({"ranks/weights": len(outvoted)}, outvoted)
 
 
 def test_replicas_are_compared_within_their_group_and_on_steps_that_measured_only() -> None:
-    pairs = Replicas(((0, 2), (1, 3)))
-    assert pairs.combine("weights", column(1, 2, 1, 2)) == ({"ranks/weights": 0}, frozenset())
-    assert pairs.combine("weights", column(1, 2, 1, 3))[1] == {1, 3}
-    assert pairs.combine("weights", column(*[math.nan] * 4)) == ({}, frozenset())
+    pairs = ((0, 2), (1, 3))
+    assert compared(pairs, 1, 2, 1, 2) == ({"ranks/weights": 0}, ())
+    assert compared(pairs, 1, 2, 1, 3) == ({"ranks/weights": 2}, (1, 3))
+    assert compared(pairs, *[math.nan] * 4) == ({}, ())
+    assert compared(((0, 1),), 5, 5, 9) == ({"ranks/weights": 0}, ()), "rank 2 is nobody's replica"
+
+
+def layers(*rows: list[float]) -> dict[str, float]:
+    reduction = Reduction(None, CPU, {"norm": Layers(len(rows[0]))})
+    given = [rank(extra={"norm": torch.tensor(row, dtype=torch.float64)}) for row in rows]
+    return dict(reduction.together([reduction.sent(each) for each in given]).signals)
 
 
 def test_layer_norms_are_roots_of_sums_over_ranks() -> None:
-    rows = torch.tensor([[9.0, 1.0, math.nan, 16.0], [16.0, math.nan, 4.0, 0.0]], dtype=torch.float64)
-    signals, ranks = Layers(4).combine("norm", rows)
-    assert signals == {"norm_max": 5.0, "norm_max/at": 1.0, "norm_median": 2.0}
-    assert not ranks
-    infinite = Layers(2).combine("norm", torch.tensor([[1.0, math.inf]]))[0]
-    assert infinite["norm_max"] == math.inf
-    assert Layers(2).combine("norm", torch.full((3, 2), math.nan))[0] == {}
+    found = layers([9.0, 1.0, math.nan, 16.0], [16.0, math.nan, 4.0, 0.0])
+    assert found == {"norm_max": 5.0, "norm_max/at": 1.0, "norm_median": 2.0}
+    assert layers([1.0, math.inf])["norm_max"] == math.inf
+    assert layers(*[[math.nan] * 2] * 3) == {}
 
 
 def test_wide_columns_travel_with_the_scalars_in_one_row() -> None:
-    reduction = Reduction(None, CPU, {"a": "norm", "w": Replicas(((0,),)), "b": "min", "l": Layers(3)})
+    reduction = Reduction(None, CPU, {"a": "norm", "w": Replicas(((0,),), 0), "b": "min", "l": Layers(3)})
     extra = {"b": 2.0, "a": -3.0, "l": torch.tensor([4.0, 9.0, 1.0])}
     local = LocalSignals(step=5, first_sample=0, samples=8, loss_sums_n2=NONE, grad_norm=1.0, extra=extra)
     assert dict(reduction(local).signals) == {"a": 3.0, "b": 2.0, "l_max": 3.0, "l_median": 2.0, "l_max/at": 2.0}
@@ -141,7 +152,7 @@ def test_a_nan_norm_is_no_small_norm_and_a_rank_with_an_empty_shard_sees_it_too(
     speaks = LocalSignals(**rest, loss_sums_n2=torch.tensor([[8.0, 4.0]]), grad_norm=math.nan, grad_amax=math.nan)
     empty = LocalSignals(**rest, loss_sums_n2=NONE, grad_norm=None)
     for order in ((speaks, empty), (empty, speaks)):
-        record = reduction.record(torch.stack([reduction.row(local) for local in order]))
+        record = reduction.together([reduction.sent(local) for local in order])
         assert (record.nonfinite_grads, record.finite, record.loss) == (1, False, 2.0)
         verdict = NonFinite(Switch(), Early()).inspect(record)
         assert verdict is not None
@@ -150,15 +161,14 @@ def test_a_nan_norm_is_no_small_norm_and_a_rank_with_an_empty_shard_sees_it_too(
 
 def test_of_differences_that_follow_from_each_other_the_cause_is_named() -> None:
     """A flipped bit changes what its tensor-parallel peers compute as well."""
-    pairs = Replicas(((0, 2), (1, 3)))
-    triples = Replicas(((0, 1, 2, 3),))
-    reduction = Reduction(None, CPU, {"weights": triples, "compute": pairs})
-    rows = []
-    for weights, compute in ((7.0, 1.0), (7.0, 2.0), (7.0, 3.0), (8.0, 4.0)):
+    pairs, everyone = ((0, 2), (1, 3)), ((0, 1, 2, 3),)
+    sent = []
+    for number, (weights, compute) in enumerate(((7.0, 1.0), (7.0, 2.0), (7.0, 3.0), (8.0, 4.0))):
+        reduction = Reduction(None, CPU, {"weights": Replicas(everyone, number), "compute": Replicas(pairs, number)})
         extra = {"weights": torch.tensor([weights]), "compute": torch.tensor([compute])}
         local = LocalSignals(step=5, first_sample=0, samples=8, loss_sums_n2=NONE, grad_norm=1.0, extra=extra)
-        rows.append(reduction.row(local))
-    record = reduction.record(torch.stack(rows))
+        sent.append(reduction.sent(local))
+    record = reduction.together(sent)
     assert record.disagreeing_ranks == (3,)
     assert record.signals == {"ranks/weights": 1.0, "ranks/compute": 4.0}
     verdict = RankAgreement(Switch(), Early()).inspect(record)
@@ -168,7 +178,7 @@ def test_of_differences_that_follow_from_each_other_the_cause_is_named() -> None
 
 def reduced(*ranks: LocalSignals) -> StepRecord:
     reduction = Reduction(None, CPU)
-    return reduction.record(torch.stack([reduction.row(rank) for rank in ranks]))
+    return reduction.together([reduction.sent(rank) for rank in ranks])
 
 
 def rank(**fields) -> LocalSignals:

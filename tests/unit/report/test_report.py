@@ -187,7 +187,8 @@ def test_the_summary_counts_the_surviving_trajectory(folder):
         "decisions": {"skip": 1, "halt": 1},
         "advised_only": {"scale_lr": 1},
         "episodes": [],
-        "incidents": 0,
+        "incidents": 3,
+        "pages": [31],
         "samples": {"trained": 312, "skipped": 8, "undone": 40, "lost": 0, "repeated": 0},
         "findings": [],
     }

@@ -15,7 +15,7 @@ from megatron_stability.megatron.checkpoint.run_files import RunFiles
 
 def accept(
     folder: Path, chosen: choose.Chosen, optimizer: Any, args: Namespace, files: RunFiles, config: StabilityConfig
-) -> None:
+) -> tuple[str, ...]:
     """Compare it with this run and say what starts anew; nothing on disk changes before all of it holds. Collective.
 
     Args:
@@ -26,14 +26,18 @@ def accept(
         files: the run's data and tokenizer files.
         config: the validated tree.
 
+    Returns:
+        The names of the arguments and files that differ, change training and are allowed to.
+
     Raises:
         UsageError: on every rank alike; names what differs and the way out.
     """
     assert chosen.manifest is not None, "a start without a checkpoint has nothing to compare"
     saved = chosen.manifest
-    from_rank_0(lambda: changes.refuse(saved, args, files, config))
+    allowed = from_rank_0(lambda: changes.refuse(saved, args, files, config))
     if not args.finetune:
         layouts.refuse_unfit_optimizer_state(folder, saved, args)
     param_groups.let_the_schedule_change(optimizer, args)
     starts_anew.tell(config, args)
     from_rank_0(partial(choose.accept, folder.parent, chosen))
+    return allowed

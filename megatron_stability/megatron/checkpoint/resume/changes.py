@@ -101,7 +101,7 @@ def _config_defaults() -> Mapping[str, Any]:
     return found
 
 
-def refuse(saved: Manifest, args: Namespace, files: RunFiles, config: StabilityConfig) -> None:
+def refuse(saved: Manifest, args: Namespace, files: RunFiles, config: StabilityConfig) -> tuple[str, ...]:
     """On rank 0: tell what differs from the checkpoint's run, refuse what changes training and is not allowed by name.
 
     With `--finetune` a new run begins, and with `--skip-train` none: then only a changed model is refused in the
@@ -112,6 +112,9 @@ def refuse(saved: Manifest, args: Namespace, files: RunFiles, config: StabilityC
         args: Megatron's, now.
         files: what the run reads, now.
         config: `checkpoint.allow_changes` names what may differ, by its whole name or what follows its last dot.
+
+    Returns:
+        The names of what changes training and is allowed.
 
     Raises:
         UsageError: lists each argument with both values, and each data set that changed.
@@ -133,6 +136,7 @@ def refuse(saved: Manifest, args: Namespace, files: RunFiles, config: StabilityC
         raise UsageError(f"--load: differs from the checkpoint in {'; '.join(map(str, training))}; give{more[4:]}")
     if saved.hashes.get("code") != files.found().hashes["code"]:
         print_rank_0(said(f"> megatron-stability: the checkpoint was saved by other code: {saved.versions}"))
+    return tuple(each.name for each in training)
 
 
 def _of_files(saved: Manifest, now: Found) -> Iterator[Change]:

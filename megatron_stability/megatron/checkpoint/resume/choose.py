@@ -7,17 +7,16 @@ from argparse import Namespace
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
 
 import torch.distributed as dist
 from megatron.training import print_rank_0
 
-from megatron_stability.checkpoints import asides, dcp_metadata, generations, manifest
+from megatron_stability.checkpoints import asides, dcp_metadata, generations, manifest, parts
 from megatron_stability.checkpoints.manifest import Manifest
 from megatron_stability.config import Checkpoint
 from megatron_stability.echo import said
 from megatron_stability.errors import UsageError
-from megatron_stability.megatron.access.collectives import from_rank_0
+from megatron_stability.megatron.access.collectives import first, from_rank_0, share_out
 
 
 @dataclass(frozen=True)
@@ -43,7 +42,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Chosen:
-    """The checkpoint to load; `why` it is not the newest of the trajectory, "" where it is."""
+    """The checkpoint to load, its manifest with this rank's files alone; `why` it is not the newest, "" where it is."""
 
     manifest: Manifest
     folder: str
@@ -71,11 +70,11 @@ def choose(root: Path, args: Namespace, config: Checkpoint) -> Chosen | None:
     for each in (*plan.not_tried, *plan.tries):
         if each in plan.tries:
             folder = root / each.folder
-            problem = _verify_together(folder, config.threads)
-            if problem is None:
+            found, problem = _verify_together(folder, config.threads)
+            if found is not None:
                 because = f" ({plan.why})" if plan.why else ""
                 print_rank_0(f"> megatron-stability: {folder.name} is complete and verified{because}")
-                return Chosen(manifest.read(folder), each.folder, plan.why)
+                return Chosen(found, each.folder, plan.why)
             each = Listed(each.folder, each.step, "corrupt", f"{folder.name} is corrupt: {problem}")
         if each.state == "corrupt" and config.strict:
             raise UsageError(
@@ -118,9 +117,9 @@ def choose_older(root: Path, back: int, sample: int, config: Checkpoint) -> Chos
     """
     for step in from_rank_0(lambda: _complete_before(root, sample))[back - 1 :]:
         folder = generations.folder_of(root, step)
-        problem = _verify_together(folder, config.threads)
-        if problem is None:
-            return Chosen(manifest.read(folder), folder.name, "a rewind")
+        found, problem = _verify_together(folder, config.threads)
+        if found is not None:
+            return Chosen(found, folder.name, "a rewind")
         print_rank_0(said(f"> megatron-stability: {folder.name} is corrupt: {problem}; it is not gone back to"))
     return None
 
@@ -164,16 +163,26 @@ def _is_saved_to(root: Path, args: Namespace) -> bool:
     return bool(args.save) and Path(args.save).resolve() == root.resolve() and not rehearses
 
 
-def _verify_together(folder: Path, threads: int) -> str | None:
-    """Collective: the first problem that any rank finds in its share; None where the folder is whole."""
-    rank, world = dist.get_rank(), dist.get_world_size()
-    found, problems = manifest.check(folder)
-    if found is not None and not problems:
-        names = manifest.share(found.files, rank, world)
-        problems = manifest.verify(folder, threads=threads, names=names)
-    answers: list[Any] = [None] * world
-    dist.all_gather_object(answers, str(problems[0]) if problems else None)
-    return next((answer for answer in answers if answer is not None), None)
+def _verify_together(folder: Path, threads: int) -> tuple[Manifest | None, str | None]:
+    """Collective: the manifest with this rank's files alone, or the first problem that a rank finds in its part."""
+    read: list[Manifest] = []
+
+    def head() -> tuple[Manifest | None, str | None]:
+        found, problems = manifest.believed(folder)
+        if found is None:
+            return None, str(problems[0])
+        read.append(found)
+        return found.model_copy(update={"files": {}}), None
+
+    known, problem = from_rank_0(head)
+    if known is None:
+        return None, problem
+    mine = share_out(lambda: parts.parts(read[0].files, dist.get_world_size()))
+    problems = manifest.verify_files(folder, mine, threads=threads)
+    complaint = first(str(problems[0]) if problems else None)
+    if complaint is not None:
+        return None, complaint[1]
+    return known.model_copy(update={"files": mine}), None
 
 
 def _refuse_without_a_good_one(

@@ -10,9 +10,9 @@ import torch
 from megatron_stability.detect import build
 from megatron_stability.detect.config import Detect
 from megatron_stability.observe.fp8.telemetry import SIGNALS, AmaxHistory, binades, table, worst
-from megatron_stability.observe.reduction import COLUMNS, combine
 from megatron_stability.records import StepRecord
 from megatron_stability.sites import MODULES, TENSORS, Site
+from tests.unit.steps import reduced
 
 
 def test_every_site_survives_its_order() -> None:
@@ -49,9 +49,9 @@ def test_worst_says_where_it_began_and_ignores_what_is_unknown() -> None:
 
 def test_the_reduction_takes_the_largest_value_and_the_earliest_place() -> None:
     extra = {name: SIGNALS[name] for name in ("fp8/amax_rise", "fp8/amax_rise/at")}
-    base = [1.0, 0.0, 8.0, 2.0, 1.0, *[0.0] * (len(COLUMNS) - 5)]
-    rows = [[*base, 300.0, 100.0], [*base, math.nan, math.nan], [*base, 70.0, 50.0]]
-    assert dict(combine(rows, extra).signals) == {"fp8/amax_rise": 300.0, "fp8/amax_rise/at": 50.0}
+    names = tuple(extra)
+    given = [dict(zip(names, row, strict=True)) for row in ((300.0, 100.0), (math.nan, math.nan), (70.0, 50.0))]
+    assert dict(reduced(extra, *given).signals) == {"fp8/amax_rise": 300.0, "fp8/amax_rise/at": 50.0}
 
 
 def test_amax_is_compared_with_accepted_steps_only() -> None:
