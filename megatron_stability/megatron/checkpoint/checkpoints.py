@@ -7,47 +7,31 @@ are written. The ranks meet in files of the checkpoint's folder, since a thread 
 
 from __future__ import annotations
 
-import json
 from argparse import Namespace
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial, wraps
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_stability import files
-from megatron_stability.checkpoints import generations, manifest, parts
-from megatron_stability.checkpoints.manifest import FileEntry, Manifest
+from megatron_stability.checkpoints import generations, manifest
+from megatron_stability.checkpoints.manifest import Manifest
 from megatron_stability.config import StabilityConfig
 from megatron_stability.errors import UsageError
 from megatron_stability.megatron.access import collectives, optimizer_state, rank_state
 from megatron_stability.megatron.access.data_iterators import DataIterators
 from megatron_stability.megatron.access.host import Host
-from megatron_stability.megatron.access.rank_state import Replicated
 from megatron_stability.megatron.checkpoint import shares
-from megatron_stability.megatron.checkpoint.failed_save import Failure, SaveError, attempt, tell
-from megatron_stability.megatron.checkpoint.resume import acceptance, choose, starts_anew, training_args
+from megatron_stability.megatron.checkpoint.completion import Completion, Prints, Save
+from megatron_stability.megatron.checkpoint.failed_save import Failure
+from megatron_stability.megatron.checkpoint.resume import acceptance, choose, starts_anew
 from megatron_stability.megatron.checkpoint.run_files import RunFiles
 from megatron_stability.megatron.checkpoint.trajectory import Trajectory
 from megatron_stability.megatron.fp8.flags import active_transformer_engine
-from megatron_stability.megatron.patching import install_digest
-from megatron_stability.observe.fingerprint import Fingerprint
 from megatron_stability.transformer_engine import extra_state
-
-Prints = Callable[[], dict[str, Fingerprint]]  # waits for them
-
-
-class Save(NamedTuple):
-    """What the training thread knows of a save, for the thread that completes it: that one asks no process group."""
-
-    folder: Path
-    rank: int
-    draft: Manifest
-    prints: Prints
-    replicated: list[Replicated]
 
 
 class Checkpoints:
@@ -66,6 +50,7 @@ class Checkpoints:
             data: the data iterators, once Megatron has built them.
             extra_states: what Transformer Engine's modules had in the checkpoint that was loaded last.
             trajectory: where the run stands among its checkpoints.
+            completion: the thread that completes saves.
             allowed: what differs from the checkpoint that was loaded last, changes training and is allowed to.
         """
         self.data = DataIterators()
@@ -73,13 +58,12 @@ class Checkpoints:
         self.extra_states: dict[str, extra_state.Kind] = {}
         self.allowed: tuple[str, ...] = ()
         self._config, self._args, self._files, self._host = config, args, files, host or Host()
+        self.completion = Completion(config, args, files, self.trajectory)
         self._model: list[Any] = []
         self._optimizer: Any = None
         self._states: tuple[str, ...] = ()
         self._prints: Prints = dict  # of the tensors that were saved last
         self._unwritten: Failure | None = None  # of the save that goes on
-        self._completing: ThreadPoolExecutor | None = None
-        self._pending: list[Future[None]] = []
         self._resumed: Manifest | None = None  # of the checkpoint that is being loaded
         self._ckpt_step: Any = None
         self._loaded_rank_state: dict[str, Any] | None = None
@@ -88,7 +72,6 @@ class Checkpoints:
         self._loaded = False
         self._chosen: choose.Chosen | None = None  # by a rewind: the next load takes it
         self._last_saved: Path | None = None
-        self._suspect: tuple[int, str] | None = None  # the step whose save is evidence only, and why
 
     @property
     def _on(self) -> bool:
@@ -132,6 +115,7 @@ class Checkpoints:
             draft=self._draft(iteration),
             prints=self._prints,
             replicated=rank_state.replicated(self._model) if self._model else [],
+            model=self._model,
         )
         complete = partial(self._complete, save)
         if request is None:
@@ -181,11 +165,7 @@ class Checkpoints:
 
     def close(self) -> None:
         """Wait for a completion that still runs."""
-        while self._pending:
-            self._pending.pop(0).result()
-        if self._completing is not None:
-            self._completing.shutdown()
-            self._completing = None
+        self.completion.close()
 
     def halted(self, step: int, reason: str) -> bool:
         """Mark what was saved in the last `suspect_steps` steps before a halt. Collective.
@@ -199,7 +179,7 @@ class Checkpoints:
         last = int(self._args.curr_iteration)
         collectives.from_rank_0(lambda: self.trajectory.halted(step, reason))
         saved = collectives.from_rank_0(lambda: last == 0 or self.trajectory.saved_at(last))
-        self._suspect = (last, f"the last step before a halt in step {step}: {reason}")
+        self.completion.suspect = (last, f"the last step before a halt in step {step}: {reason}")
         return not saved
 
     def _draft(self, step: int) -> Manifest:
@@ -218,98 +198,15 @@ class Checkpoints:
     def step_done(self, step: int, applied: bool) -> None:
         """Every step that was computed: what an update proves is recorded after the saves that were before it."""
         if self.trajectory.step_done(step, applied) and self._on and dist.get_rank() == 0:
-            self._in_order(self.trajectory.prove)
-
-    def _in_order(self, work: Callable[[], None]) -> None:
-        """Run in the thread that completes saves, after those that were begun."""
-        if self._completing is None:
-            self._completing = ThreadPoolExecutor(1, thread_name_prefix="checkpoint completion")
-        self._pending.append(self._completing.submit(work))
+            self.completion.in_order(self.trajectory.prove)
 
     def _complete(self, save: Save) -> None:
         """Begin the completion of what is written, and let training go on."""
         unwritten, self._unwritten = self._unwritten, None
-        if unwritten is not None:  # on every rank, so none waits for another's share
-            if save.rank == 0:
-                self.trajectory.failed(save.folder, unwritten)
-            return
-        for work in [work for work in self._pending if work.done()]:
-            self._pending.remove(work)
-            work.result()  # raises what its thread raised
-        self._in_order(partial(self._complete_in_thread, save))
-
-    def _complete_in_thread(self, save: Save) -> None:
-        broken = None
-        try:
-            share = self._share(save)
-        except Exception as error:  # rank 0 must not wait for a share that never comes
-            broken, share = error, {"failure": Failure(f"rank {save.rank}: {error!r}")}
-        path, text = shares.path(save.folder, save.rank), json.dumps(share).encode()
-        _, unwritten = attempt(lambda: files.write_atomically(path, text))
-        if save.rank == 0:
-            _, failure = (
-                attempt(lambda: self._gather(save.folder, save.draft)) if unwritten is None else (None, unwritten)
-            )
-            if failure is not None:
-                self.trajectory.failed(save.folder, failure)
-        elif unwritten is not None:
-            tell(save.folder, unwritten._replace(no_space=False))  # the folder is rank 0's to remove
-        if broken is not None:
-            raise broken
-
-    def _share(self, save: Save) -> dict[str, Any]:
-        """What rank 0 has to know of this rank's part."""
-        prints = save.prints()
-        bad = next((name for name, each in prints.items() if not each.finite), None)
-        hashed, failure = attempt(lambda: self._hash_share(save, prints))
-        return {
-            "files": {name: entry.model_dump() for name, entry in (hashed or {}).items()},
-            "failure": failure,
-            "flaw": None if bad is None else f"{bad} holds NaN or Inf",
-            "replicas": rank_state.replica_digests(save.replicated, prints),
-        }
-
-    def _hash_share(self, save: Save, prints: dict[str, Fingerprint]) -> dict[str, FileEntry]:
-        prints_file = save.folder / manifest.fingerprints_name(save.rank)
-        files.write_atomically(prints_file, rank_state.packed(prints, self._model))
-        if self._args.ckpt_format == "torch":  # files in folders, named for model-parallel ranks: shared out by name
-            names = parts.share(manifest.file_names(save.folder), save.rank, save.draft.layout["world_size"])
-        else:
-            names = parts.own_names(save.folder, save.rank)
-        return self._hashed(save.folder, names)
-
-    def _hashed(self, folder: Path, names: list[str]) -> dict[str, FileEntry]:
-        return manifest.hash_files(folder, names, threads=self._config.checkpoint.threads, sync=True)
-
-    def _gather(self, folder: Path, draft: Manifest) -> None:
-        """Rank 0's thread: every rank's share, then the manifest."""
-        told = shares.gather(folder, draft.layout["world_size"])
-        failure = next((share["failure"] for share in told if share["failure"]), None)
-        if failure is not None:
-            raise SaveError(Failure(*failure))
-        named = {name: FileEntry(**entry) for share in told for name, entry in share["files"].items()}
-        named |= self._hashed(folder, parts.left_over(folder, named))
-        flaw = next((share["flaw"] for share in told if share["flaw"]), None)
-        replicas = {rank: [rank_state.Digest(*each) for each in share["replicas"]] for rank, share in enumerate(told)}
-        flaw = flaw or rank_state.replica_complaint(replicas)
-        known = {"versions": install_digest.versions(), "training": training_args.training(self._args, self._config)}
-        self._finish(folder, draft.model_copy(update=known | self._files.known() | {"files": named}), flaw)
-
-    def _finish(self, folder: Path, whole: Manifest, flaw: str | None) -> None:
-        """Manifest, marker, tracker, retention, in this order."""
-        whole = self.trajectory.stamped(folder, whole)
-        suspect = self._suspect[1] if self._suspect is not None and self._suspect[0] == whole.step else None
-        evidence = f"when it was saved, {flaw}" if flaw is not None else suspect
-        if evidence is not None:
-            generations.mark_suspect(folder, evidence)
-        manifest.write(folder, whole)
-        if evidence is not None:
-            self.trajectory.is_evidence(folder, whole)
-            if flaw is not None:
-                raise UsageError(f"{flaw}; the checkpoint is kept as suspect")
-            print(f"> megatron-stability: {folder.name} is kept as suspect", flush=True)
-            return
-        self.trajectory.counts(folder, whole)
+        if unwritten is None:
+            self.completion.begin(save)
+        elif save.rank == 0:  # on every rank unwritten, so none waits for another's share
+            self.trajectory.failed(save.folder, unwritten)
 
     # --- load -------------------------------------------------------------------------------------------------------
 

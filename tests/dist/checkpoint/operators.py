@@ -220,7 +220,7 @@ class Job:
         files = manifest.hash_files(folder, manifest.file_names(folder))
         streak = self.trajectory.state_dict()
         whole = manifest.Manifest(step=self.step, samples=self.step, tokens=self.step, files=files, **streak)
-        self.checkpoints._finish(folder, whole, None)
+        self.checkpoints.completion.finish(folder, whole, None)
 
     def rewinds(self, name: str) -> None:
         """Back to a survivor, in the running job."""

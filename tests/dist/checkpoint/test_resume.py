@@ -280,7 +280,7 @@ def one_breaks(context: Context, root: str) -> str:
     args = Namespace(save=root, world_size=2, consumed_train_samples=8, seq_length=4, ckpt_format="torch_dist")
     checkpoints = Checkpoints(config.StabilityConfig(), args, Read())
     if context.rank == 1:
-        checkpoints._hash_share = out_of_memory  # type: ignore[method-assign]
+        checkpoints.completion.hash_share = out_of_memory  # type: ignore[method-assign]
     checkpoints.saved(root, 5, None)
     try:
         checkpoints.close()
