@@ -27,7 +27,7 @@ OFTEN = (
     *("--stability-observe-sketch-every", "2"),
 )
 EP2 = ("--expert-model-parallel-size", "2")
-ELSEWHERE = ("attention/", "qk_", "fp8/", "ranks/compute", "held_out/<")  # other tests' runs
+ELSEWHERE = ("attention/", "qk_", "fp8/", "ranks/compute", "held_out/<", "data/masked")  # other tests' runs
 
 
 class Row(NamedTuple):

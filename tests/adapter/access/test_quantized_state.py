@@ -74,7 +74,7 @@ def test_weights_are_looked_up_at_each_digest() -> None:
     model = Model("mxfp8")
     args = Namespace(save=None, expert_model_parallel_size=1)
     hook = ReplicaHook(Replicas(weights_every=1), [model], torch.device("cpu"), args, 8)
-    hook._signals["weights"] = Groups(((0,),))
+    hook._signals["weights"] = Groups(((0,),), 0)
     hook.step_begins(1)
     before = hook.observe()["weights"].clone()
     model.weight0._rowwise_data = codes(77, 8, 64)
