@@ -27,7 +27,10 @@ OFTEN = (
     *("--stability-observe-sketch-every", "2"),
 )
 EP2 = ("--expert-model-parallel-size", "2")
-ELSEWHERE = ("attention/", "qk_", "fp8/", "ranks/compute", "held_out/<", "data/masked")  # other tests' runs
+ELSEWHERE = (  # other tests' runs
+    *("attention/", "qk_", "fp8/", "log_z/", "embedding/", "ranks/compute", "held_out/<"),
+    *("data/masked", "data/outside_vocabulary"),
+)
 
 
 class Row(NamedTuple):
