@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Collection, Iterable
+from typing import Any
+
+import pytest
 
 ALL = os.environ.get("TESTS") == "all"
 
@@ -10,3 +14,8 @@ ALL = os.environ.get("TESTS") == "all"
 def examples(everyday: int, thorough: int) -> int:
     """How many examples a property is tried with."""
     return thorough if ALL else everyday
+
+
+def sampled(values: Iterable[str], everyday: Collection[str]) -> list[Any]:
+    """For `parametrize`: those of `everyday` as they are, the others marked `rare`."""
+    return [value if value in everyday else pytest.param(value, marks=pytest.mark.rare) for value in values]

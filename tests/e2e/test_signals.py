@@ -177,8 +177,10 @@ OVERLAPPED = ("--overlap-grad-reduce", "--overlap-param-gather", *jobs.SHARDED, 
 
 @pytest.mark.parametrize(
     ("layout", "bad", "named"),
-    [(OVERLAPPED, 3, (3,)), (jobs.PP2, 1, (0, 1))],  # of two replicas that differ both are named
-    ids=["dp4-overlapped", "pp2-dp2"],
+    [
+        pytest.param(OVERLAPPED, 3, (3,), id="dp4-overlapped", marks=pytest.mark.rare),
+        pytest.param(jobs.PP2, 1, (0, 1), id="pp2-dp2"),  # of two replicas that differ both are named
+    ],
 )
 def test_a_rank_that_computes_wrong_but_finite_values_is_named(
     pools: dict[tuple[str, str], Pool], tmp_path: Path, layout: tuple[str, ...], bad: int, named: tuple[int, ...]
@@ -197,7 +199,14 @@ def test_a_rank_that_computes_wrong_but_finite_values_is_named(
     assert losses[0] == losses[1]
 
 
-@pytest.mark.parametrize("layout", [jobs.PP2, jobs.VPP2, jobs.SHARDED], ids=["pp2", "vpp2", "dp2"])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param(jobs.PP2, id="pp2", marks=pytest.mark.rare),
+        pytest.param(jobs.VPP2, id="vpp2", marks=pytest.mark.rare),
+        pytest.param(jobs.SHARDED, id="dp2"),
+    ],
+)
 def test_a_bad_batch_is_skipped_by_its_data_without_compute(
     pools: dict[tuple[str, str], Pool], tmp_path: Path, layout: tuple[str, ...]
 ) -> None:
