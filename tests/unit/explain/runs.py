@@ -73,8 +73,7 @@ class Run:
                     generation=self.generation,
                     step=number,
                     first_sample=(number - 1) * BATCH,
-                    samples=BATCH,
-                    **fields,
+                    **({"samples": BATCH} | fields),
                 )
             )
         return lines
