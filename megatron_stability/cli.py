@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from megatron_stability import __version__
+from megatron_stability import __version__, extras
 from megatron_stability.errors import EXIT_FINE, EXIT_UNUSABLE, UsageError
 
 PROGRAM = "megatron-stability"
@@ -56,29 +56,17 @@ COMMANDS = (
         "triage", "megatron_stability.explain.command", "run", "likely causes of an incident, and what to run next"
     ),
     Command("replay", "megatron_stability.explain.replay_command", "run", "an incident again, one thing changed"),
-    Command("fp8-readiness", "megatron_stability.megatron.start.fp8_readiness", "run", "which linears would bear FP8"),
+    Command(
+        "fp8-readiness",
+        "megatron_stability.megatron.start.readiness_command",
+        "run",
+        "which linears would bear FP8",
+    ),
     Command("doctor", "megatron_stability.doctor", "run", "what is installed, and whether FP8 can be active"),
     Command(
         "quickstart", "megatron_stability.megatron.start.quickstart", "run", "train a small GPT with and without it"
     ),
 )
-
-# Packages that the base install leaves out, and the extra that brings each.
-EXTRAS = {
-    "torch": "megatron",
-    "megatron": "megatron",
-    "megatron.core": "megatron",
-    "megatron.training": "megatron",
-    "omegaconf": "nemo",
-    "hydra": "nemo",
-    "modelopt": "modelopt",
-    "plotly": "report",
-    "tokenizers": "tokenizers",
-    "sentencepiece": "tokenizers",
-    "charset_normalizer": "audit",
-    "pyarrow": "audit",
-    "rensa": "audit",
-}
 
 
 def usage() -> str:
@@ -139,10 +127,11 @@ def call(command: Command, argv: list[str]) -> int:
         function: Callable[[list[str]], int] = getattr(importlib.import_module(command.module), command.function)
         return function(argv)
     except ModuleNotFoundError as error:
-        if error.name not in EXTRAS:
+        extra = extras.EXTRAS.get(error.name or "")
+        if extra is None:
             raise
         raise UsageError(
-            f"the package `{error.name}` is not installed; `pip install '{PROGRAM}[{EXTRAS[error.name]}]'` brings it."
+            f"the package `{error.name}` is not installed; `{extras.command(extra)}` brings it."
         ) from error
 
 
