@@ -10,7 +10,7 @@ import dataclasses
 import json
 from argparse import Namespace
 from collections.abc import Sequence
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -38,13 +38,13 @@ from megatron_stability.megatron.checkpoint.rewind import Rewinds
 from megatron_stability.megatron.checkpoint.run_files import RunFiles
 from megatron_stability.megatron.model import init
 from megatron_stability.megatron.model.loss import HeadLoss, real_vocab_size
-from megatron_stability.megatron.observers import hooks as weight_hooks
-from megatron_stability.megatron.observers import losses
+from megatron_stability.megatron.observers import hooks, losses
 from megatron_stability.megatron.observers.batches import skip_ahead
 from megatron_stability.megatron.observers.log_z import LogZHook
 from megatron_stability.megatron.patching import install_digest
 from megatron_stability.megatron.run_info import bundle_context, opening, run_info
 from megatron_stability.megatron.writers import MegatronWriters
+from megatron_stability.observe.hook import Hook
 from megatron_stability.observe.reduction import LocalSignals, Reduction, chained
 from megatron_stability.pipeline import Pipeline, Sink
 from megatron_stability.records import Action, Decision, StepRecord
@@ -84,7 +84,7 @@ class Runtime:
         self._writers: MegatronWriters | None = None
         self._reduction: Reduction | None = None
         self._forward_state: optimizer_state.ForwardState | None = None
-        self._weight_hooks: list[weight_hooks.WeightHook] = []
+        self._hooks: list[Hook] = []
         self._saved: dict[str, Any] = {}  # our state in the checkpoint, until training begins
         self._scales = {action: Scale() for action in SCALED}
         self._scaled_groups = optimizer_state.ScaledGroups()
@@ -146,11 +146,11 @@ class Runtime:
             self._pipeline.policy,
             self._scales,
         )
-        for hook in self._weight_hooks:
+        for hook in self._hooks:
             hook.train_begins()
-        extra = {name: how for hook in self._weight_hooks for name, how in hook.signals.items()}
+        extra = {name: how for hook in self._hooks for name, how in hook.signals.items()}
         self._reduction = Reduction(group, device, extra)
-        idle = weight_hooks.say_what_is_silent(self._args, self._pipeline.detectors, self._reduction.signals)
+        idle = hooks.say_what_is_silent(self._args, self._pipeline.detectors, self._reduction.signals)
         self._pipeline = self._pipeline.without(idle)
         detect.expected.allow(self._pipeline.detectors, self.checkpoints.allowed)
         self._forward_state = optimizer_state.ForwardState(model)
@@ -164,15 +164,25 @@ class Runtime:
         """The complaint, if this rank has a layer that can't be hooked, is for every rank to raise."""
         model = self.config.model
         try:
-            what = self.config, self.model, self.optimizer, device, self.ledger_folder(), self._args, self.rewinds.data
-            loaded = partial(getattr, self.checkpoints, "extra_states")
-            self._weight_hooks = weight_hooks.build(*what, self.host, self.files, loaded)
+            context = hooks.Context(
+                config=self.config,
+                args=self._args,
+                host=self.host,
+                model=self.model,
+                optimizer=self.optimizer,
+                device=device,
+                folder=self.ledger_folder(),
+                data=self.rewinds.data,
+                files=self.files,
+                checkpoints=self.checkpoints,
+            )
+            self._hooks = hooks.build(context)
             if self._args.iteration > 0:
                 self._load_hook_states()
             if model.changes_loss:
                 speaks = parallel_state.get_tensor_model_parallel_rank() == 0
                 self._log_z = LogZHook(self.head_loss, model.z_loss, speaks)
-                self._weight_hooks.append(self._log_z)
+                self._hooks.append(self._log_z)
             init.report_a_new_run(self.model, model, self._args)
         except UsageError as error:
             return str(error)
@@ -223,7 +233,8 @@ class Runtime:
 
     def evaluated(self, suffix: str, losses: dict[str, torch.Tensor]) -> None:
         """A validation set's losses, for the next step's record."""
-        weight_hooks.evaluated(self._weight_hooks, suffix, losses)
+        for hook in self._hooks:
+            hook.evaluated(suffix, losses)
 
     def passes_over(self, data_iterator: Any) -> bool:
         """Draw and drop a step's samples if they are not to be trained on; the same on every rank."""
@@ -242,7 +253,7 @@ class Runtime:
         self._forward_state.keep()
         self._losses_n2 = losses.NONE
         self._step = None
-        for hook in self._weight_hooks:
+        for hook in self._hooks:
             hook.step_begins(self._args.curr_iteration + 1)
 
     def losses_ready(self, losses_reduced: Sequence[dict[str, Any]]) -> None:
@@ -251,11 +262,12 @@ class Runtime:
         self._losses_n2 = losses.of_micro_batches(losses_reduced)
 
     def update_allowed(self, optimizer: Any, grad_norm: Any) -> bool:
-        """The gate. Collective: what the weight hooks reduce, then one all-gather."""
+        """The gate. Collective: what the hooks reduce, then one all-gather."""
         if optimizer_state.has_no_norm_of_its_own(optimizer):
             grad_norm = optimizer.get_grad_norm()  # collective over the optimizer's own group, as if it clipped
         record, decision = self._step = self._pipeline.decide(self._local(grad_norm))
-        weight_hooks.judge(self._weight_hooks, record)
+        for hook in self._hooks:
+            hook.judge(record)
         if decision.action in self._scales:
             factor, steps = decision.parameters["factor"], int(decision.parameters["steps"])
             self._scales[decision.action].begin(record.step, factor, steps)
@@ -284,12 +296,12 @@ class Runtime:
         self.rewinds.step_done(record.step, applied=decision.updates_weights)
         self._history = chained(self._history, record, decision)
         self._ahead = record
-        tables = [hook.update_done(record, decision.updates_weights) for hook in self._weight_hooks]
+        tables = [hook.update_done(record, decision.updates_weights) for hook in self._hooks]
         self._pipeline.finish(record, decision)
         self._evidence = {}
         for table in filter(None, tables):
             for sink in self.sinks:
-                if isinstance(sink, weight_hooks.TableSink):
+                if isinstance(sink, hooks.TableSink):
                     sink.write_attention(table)
         if decision.advised is not Action.APPLY or decision.action is not Action.APPLY:
             self._incidents += 1
@@ -359,8 +371,8 @@ class Runtime:
 
     def _own_state(self) -> dict[str, Any]:
         scales = {action.value: scale.state_dict() for action, scale in self._scales.items()}
-        hooks = {hook.checkpoint_key: hook.state_dict() for hook in self._stateful_hooks()}
-        own = {"scales": scales, "hooks": hooks, "pass_over": self.rewinds.pass_over.state_dict()}
+        of_hooks = {hook.checkpoint_key: hook.state_dict() for hook in self._stateful_hooks()}
+        own = {"scales": scales, "hooks": of_hooks, "pass_over": self.rewinds.pass_over.state_dict()}
         return self._pipeline.state_dict() | own | {"trajectory": self.checkpoints.trajectory.state_dict()}
 
     def _load_own_state(self, saved: dict[str, Any]) -> None:
@@ -374,8 +386,8 @@ class Runtime:
         for hook in self._stateful_hooks():
             hook.load_state_dict(self._saved.get("hooks", {}).get(hook.checkpoint_key))
 
-    def _stateful_hooks(self) -> list[weight_hooks.StatefulHook]:
-        return [hook for hook in self._weight_hooks if isinstance(hook, weight_hooks.StatefulHook)]
+    def _stateful_hooks(self) -> list[Hook]:
+        return [hook for hook in self._hooks if hook.checkpoint_key is not None]
 
     # --- inside -----------------------------------------------------------------------------------------------
 
@@ -396,5 +408,5 @@ class Runtime:
             overflow=overflow,
             learning_rate=float(groups[0]["lr"]) if groups else 0.0,
             history=self._history,
-            extra={name: value for hook in self._weight_hooks for name, value in hook.observe().items()},
+            extra={name: value for hook in self._hooks for name, value in hook.observe().items()},
         )
