@@ -52,6 +52,14 @@ class Hook:
     def update_done(self, record: StepRecord, updated: bool) -> AttentionTable | None:
         """Collective, after the optimizer; `updated` says whether it changed the weights."""
 
+    def log_string(self, signals: Mapping[str, float]) -> str:
+        """Fields for the log line, as Megatron writes them: ` name: value |`.
+
+        Args:
+            signals: of the newest record.
+        """
+        return ""
+
     def evaluated(self, suffix: str, losses: Mapping[str, torch.Tensor]) -> None:
         """Collective, after each validation set, whose losses these are; they are empty but on the last stage."""
 

@@ -25,11 +25,12 @@ from megatron_stability.megatron.checkpoint.run_files import RunFiles
 from megatron_stability.megatron.fp8.flags import active_transformer_engine
 from megatron_stability.megatron.fp8.hook import Fp8Hook
 from megatron_stability.megatron.model.embedding_clip import EmbeddingClipHook
-from megatron_stability.megatron.model.loss import real_vocab_size
+from megatron_stability.megatron.model.loss import HeadLoss, real_vocab_size
 from megatron_stability.megatron.observers import replicas
 from megatron_stability.megatron.observers.batches import BatchHook
 from megatron_stability.megatron.observers.experts import MoeHook
 from megatron_stability.megatron.observers.held_out import HeldOutHook
+from megatron_stability.megatron.observers.log_z import LogZHook
 from megatron_stability.megatron.observers.norms import NormsHook
 from megatron_stability.megatron.observers.replicas import ReplicaHook
 from megatron_stability.megatron.observers.sketches import SketchHook
@@ -64,6 +65,7 @@ class Context:
         folder: of the ledger.
         data: the iterators.
         files: the run's data files.
+        head: the loss of the language-model head, where a setting changes it.
         checkpoints: has what Transformer Engine's modules had in the checkpoint that was loaded last.
     """
 
@@ -77,6 +79,7 @@ class Context:
     data: DataIterators
     files: RunFiles
     checkpoints: Checkpoints
+    head: HeadLoss | None
 
 
 def build(run: Context) -> list[Hook]:
@@ -108,6 +111,9 @@ def build(run: Context) -> list[Hook]:
         hooks.append(SketchHook(config.observe.sketch.every, model, optimizer, device, run.folder, args))
     if active_transformer_engine(args):
         hooks.append(_transformer_engine_hook(run))
+    if run.head is not None:
+        speaks = parallel_state.get_tensor_model_parallel_rank() == 0
+        hooks.append(LogZHook(run.head, config.model.z_loss, speaks))
     return hooks
 
 
