@@ -294,12 +294,14 @@ class Operators:
 
     def _plan(self, loads: Made | None, vain: bool) -> Plan:
         first, every = (loads.step if loads is not None else 0) + 1, self.chance.choice([2, 3])
-        renames = self.chance.randrange(6)
+        renames = self.chance.randrange(6)  # a save has six or more, the record of a start two where it branches
         if vain:
             return Plan("halt", first, 3, (first, first + 1, first + 2), every, renames, True)
         end, steps = self.chance.choice(ENDS), self.chance.randrange(1, 7)
         if end == "kill in a save":
-            steps = max(steps, every)  # so that there is one
+            steps = max(steps, every + 1)  # so that there is one, and not with the last step
+        if end == "kill in the record":
+            renames %= 2
         rest = range(first + 1, first + steps)  # the first is applied: a start that withholds it is counted
         withheld = tuple(step for step in rest if self.chance.random() < 0.3)
         doubt = bool(withheld) or loads is not None
