@@ -9,13 +9,13 @@ turn that of large, usual and small batches. Thresholds were chosen on other see
 from __future__ import annotations
 
 import argparse
-import json
-import subprocess
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from benchmarks import results
 from benchmarks.policy_corners import PEERS
+from benchmarks.results import PURE
 from megatron_stability.decide.config import Decide
 from megatron_stability.decide.episodes import Episodes
 from megatron_stability.decide.policy import TablePolicy
@@ -72,8 +72,8 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=200, help="of the first curve; tune on others than the table's")
     parser.add_argument("--out", type=Path, help="write the table here, as JSON")
     args = parser.parse_args()
-    head = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True)
-    table: dict[str, Any] = {"commit": head.stdout.strip(), "seed": args.seed, "steps": STEPS * args.runs}
+    of = results.stamp((*PURE, "benchmarks/healthy_runs.py", "benchmarks/policy_corners.py"))
+    table: dict[str, Any] = {"seed": args.seed, "steps": STEPS * args.runs}
     total: dict[str, Counter[str]] = {preset: Counter() for preset in ("safe", "field")}
     most, peers = 0, Counter[str]()
     for number in range(args.runs):
@@ -90,7 +90,7 @@ def main() -> None:
     counts = {preset: {kind: sums[kind] for kind in kinds} for preset, sums in total.items()}
     table |= {"most episodes of a run": most, **counts, "steps acted on by peers": peers}
     if args.out:
-        args.out.write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
+        results.write(args.out, table, of)
 
 
 if __name__ == "__main__":

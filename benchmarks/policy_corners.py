@@ -19,14 +19,15 @@ import argparse
 import json
 import math
 import random
-import subprocess
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from benchmarks import results
 from benchmarks.peers import Rule, olmo_core, sigmas, ten_times_max, zclip
+from benchmarks.results import PURE
 from megatron_stability.decide.config import Decide
 from megatron_stability.decide.episodes import Episodes
 from megatron_stability.decide.policy import TablePolicy
@@ -355,8 +356,7 @@ def main() -> None:
     parser.add_argument("--only", default="", help="corners whose name holds this")
     parser.add_argument("--out", type=Path, help="write the table here, as JSON")
     args = parser.parse_args()
-    head = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True)
-    commit = head.stdout.strip()  # of the code that is measured, whatever is committed meanwhile
+    of = results.stamp((*PURE, "benchmarks/policy_corners.py", "benchmarks/peers.py"))
     table: dict[str, Any] = {}
     print(f"{'':50}{'':8}{'skips':>6}{'rewinds':>8}{'halts':>6}{'stuck':>6}{'told':>5}{'lower %':>8}  acted")
     for name in CORNERS:
@@ -370,8 +370,7 @@ def main() -> None:
         cells = [f"{each['acted on']:6} {each['in time'] or ''!s:3}" for each in table[name]["peers"].values()]
         print(f"{name:50}" + "".join(cells), flush=True)
     if args.out:
-        text = json.dumps({"commit": commit, "seed": args.seed, "corners": table}, indent=1)
-        args.out.write_text(text + "\n", encoding="utf-8")
+        results.write(args.out, {"seed": args.seed, "corners": table}, of)
 
 
 if __name__ == "__main__":

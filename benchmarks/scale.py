@@ -15,7 +15,6 @@ import gc
 import json
 import math
 import os
-import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -26,6 +25,8 @@ from typing import Any
 
 import torch
 
+from benchmarks import results
+from benchmarks.results import PURE
 from megatron_stability.checkpoints import manifest, parts
 from megatron_stability.checkpoints.manifest import FileEntry
 from megatron_stability.observe.reduction import LocalSignals, Reduction, Sent
@@ -149,8 +150,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="write the table here, as JSON")
     out = parser.parse_args().out
-    head = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True)
-    commit = head.stdout.strip()
+    of = results.stamp((*PURE, "benchmarks/scale.py"))
     table: dict[str, dict[str, float]] = {}
     for world in WORLDS:
         with tempfile.TemporaryDirectory() as folder:
@@ -164,9 +164,7 @@ def main() -> None:
             "alpha_s": ALPHA_S,
             "bytes_per_s": BYTES_PER_S,
         }
-        versions = {"torch": torch.__version__}
-        document = {"commit": commit, "versions": versions, "settings": settings, "worlds": table}
-        out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+        results.write(out, {"settings": settings, "worlds": table}, of)
 
 
 if __name__ == "__main__":

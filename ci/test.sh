@@ -1,14 +1,16 @@
 #!/usr/bin/env bash
 # Every check of the project, cheap ones first; each of two lanes stops at its first stage that fails.
-# usage: bash ci/test.sh [--fast]
-# --fast leaves out the real pretraining runs of tests/e2e and tests/nemo.
+# usage: bash ci/test.sh [--fast | --all | --release]
+# --fast      what runs on one process: no ranks, no pretraining; for between two commits
+# --all       also the rare tests, more examples a property, each supported Transformer Engine, and ten mutants; nightly
+# --release   also that every committed result is of the code as it is
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-fast=""
+what=everyday
 case "$#:${1:-}" in
     0:) ;;
-    1:--fast) fast=yes ;;
-    *) echo "usage: bash ci/test.sh [--fast]" >&2; exit 2 ;;
+    1:--fast | 1:--all | 1:--release) what=${1#--} ;;
+    *) echo "usage: bash ci/test.sh [--fast | --all | --release]" >&2; exit 2 ;;
 esac
 [ -t 1 ] && bold=$'\033[1m' plain=$'\033[0m' || bold="" plain=""
 summary=$(mktemp)
@@ -43,15 +45,22 @@ imports() {
     stage "pure rooms on plain torch" "$bin/python" ci/bare_import.py
 }
 
-of_one_process=(tests --ignore=tests/dist --ignore=tests/nemo --ignore-glob='tests/e2e/*/*' --ignore-glob='tests/e2e/test_[!b]*') # bad input ends before training
+bad_input=(tests/e2e/test_bad_input.py) # it ends before training
+alone() { stage "tests: units" "$bin/python" -m pytest tests/unit; }
+beside() {
+    imports
+    types
+    stage "tests: adapter, patches, bad input" "$bin/python" -m pytest tests/adapter tests/patches "${bad_input[@]}"
+}
 processes() {
-    stage "tests: one process" "$bin/python" -m pytest "${of_one_process[@]}"
+    alone
+    stage "tests: adapter, patches, bad input" "$bin/python" -m pytest tests/adapter tests/patches "${bad_input[@]}"
     stage "tests: dist" "$bin/python" -m pytest tests/dist
 }
 runs() {
-    [ -n "$fast" ] || stage "tests: e2e" "$bin/python" -m pytest tests/e2e --ignore=tests/e2e/test_bad_input.py
-    [ -n "$fast" ] || stage "tests: nemo" nemo
-    stage "tests: Transformer Engine's Python" bash ci/te_env.sh 2.20.2
+    stage "tests: e2e" "$bin/python" -m pytest tests/e2e --ignore="${bad_input[0]}"
+    stage "tests: nemo" nemo
+    stage "tests: Transformer Engine's Python" bash ci/te_env.sh ${te[@]+"${te[@]}"}
 }
 nemo() { # Megatron-Bridge stands in an overlay of its own
     if [ "$("$bin/python" -c 'import sys; print(sys.version_info[:2])')" != "(3, 12)" ]; then
@@ -66,7 +75,16 @@ unset PYTHONPATH PYTHONHOME PYTHONDONTWRITEBYTECODE  # importing Megatron takes 
 export PYTHONNOUSERSITE=1
 bin=.venv/bin
 
+te=(2.20.2)
+[ "$what" = everyday ] || [ "$what" = fast ] || { te=(); export TESTS=all; }
+
 stage "environment" bash ci/env.sh
-side_by_side types imports
-side_by_side processes runs
+[ "$what" != release ] || stage "results" "$bin/python" -m benchmarks.results
+if [ "$what" = fast ]; then
+    side_by_side alone beside
+else
+    side_by_side types imports
+    side_by_side processes runs
+fi
+[ -z "${TESTS:-}" ] || stage "ten mutants" bash ci/mutants.sh --total 10 --results "$(mktemp -d)/mutants.jsonl"
 printf '\n%s\n%6d s  all stages passed\n' "$(cat "$summary")" "$SECONDS"

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from megatron_stability import __version__
+from megatron_stability import __version__, extras
 from megatron_stability.errors import EXIT_FINE, EXIT_UNUSABLE, UsageError
 
 PROGRAM = "megatron-stability"
@@ -39,6 +39,12 @@ COMMANDS = (
     ),
     Command("nemo", "megatron_stability.nemo.launch", "run", "train from a NeMo YAML recipe, on Megatron-Bridge"),
     Command("patch", "megatron_stability.megatron.patching.command", "run", "open the seams in an installed Megatron"),
+    Command(
+        "preflight",
+        "megatron_stability.megatron.start.preflight_command",
+        "run",
+        "what a training command lacks, before it starts",
+    ),
     Command("prepare-data", "megatron_stability.megatron.start.prepare_data", "run", "make data files from text"),
     Command("audit-data", "megatron_stability.data.audit.command", "run", "find bad documents before they train"),
     Command("checkpoint", "megatron_stability.checkpoints.command", "run", "list, verify, drill checkpoints"),
@@ -50,33 +56,23 @@ COMMANDS = (
     Command(
         "compare", "megatron_stability.fp8_compare.command", "run", "an FP8 run against its BF16 control, with a gate"
     ),
+    Command("incident", "megatron_stability.explain.incident_command", "run", "what happened at a step, on one page"),
+    Command("sample", "megatron_stability.explain.incident_command", "sample", "what stands in a sample, who read it"),
     Command(
         "triage", "megatron_stability.explain.command", "run", "likely causes of an incident, and what to run next"
     ),
     Command("replay", "megatron_stability.explain.replay_command", "run", "an incident again, one thing changed"),
-    Command("fp8-readiness", "megatron_stability.megatron.start.fp8_readiness", "run", "which linears would bear FP8"),
+    Command(
+        "fp8-readiness",
+        "megatron_stability.megatron.start.readiness_command",
+        "run",
+        "which linears would bear FP8",
+    ),
     Command("doctor", "megatron_stability.doctor", "run", "what is installed, and whether FP8 can be active"),
     Command(
         "quickstart", "megatron_stability.megatron.start.quickstart", "run", "train a small GPT with and without it"
     ),
 )
-
-# Packages that the base install leaves out, and the extra that brings each.
-EXTRAS = {
-    "torch": "megatron",
-    "megatron": "megatron",
-    "megatron.core": "megatron",
-    "megatron.training": "megatron",
-    "omegaconf": "nemo",
-    "hydra": "nemo",
-    "modelopt": "modelopt",
-    "plotly": "report",
-    "tokenizers": "tokenizers",
-    "sentencepiece": "tokenizers",
-    "charset_normalizer": "audit",
-    "pyarrow": "audit",
-    "rensa": "audit",
-}
 
 
 def usage() -> str:
@@ -137,10 +133,11 @@ def call(command: Command, argv: list[str]) -> int:
         function: Callable[[list[str]], int] = getattr(importlib.import_module(command.module), command.function)
         return function(argv)
     except ModuleNotFoundError as error:
-        if error.name not in EXTRAS:
+        extra = extras.EXTRAS.get(error.name or "")
+        if extra is None:
             raise
         raise UsageError(
-            f"the package `{error.name}` is not installed; `pip install '{PROGRAM}[{EXTRAS[error.name]}]'` brings it."
+            f"the package `{error.name}` is not installed; `{extras.command(extra)}` brings it."
         ) from error
 
 

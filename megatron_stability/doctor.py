@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
-from megatron_stability import files
+from megatron_stability import extras, files
 from megatron_stability.echo import said
 from megatron_stability.errors import EXIT_FINDING, EXIT_FINE, UsageError
 from megatron_stability.ledger import entries
@@ -99,16 +99,16 @@ except BaseException as error:
     say("broken", "", f"{type(error).__name__}: {error}")
 """
 _ADVICE = {
-    ("megatron-core", "absent"): "pip install 'megatron-stability[megatron]'",
+    ("megatron-core", "absent"): extras.command("megatron"),
     (
         "transformer_engine",
         "broken",
     ): "install it whole, `pip install --no-build-isolation transformer-engine[pytorch]`, "
     "or take the base wheel off: megatron-core believes in it and fails",
-    ("transformer_engine", "absent"): "for FP8, pip install 'megatron-stability[te]' on a machine with CUDA",
+    ("transformer_engine", "absent"): f"for FP8, {extras.command('te')} on a machine with CUDA",
     ("apex", "broken"): "build it with --cuda_ext, or uninstall it: Megatron then takes torch's own",
     ("apex", "other"): "uninstall it: Megatron takes any `apex` for NVIDIA's, which is at github.com/NVIDIA/apex",
-    ("nvidia-modelopt", "absent"): "pip install 'megatron-stability[modelopt]' for FP8 readiness reports",
+    ("nvidia-modelopt", "absent"): f"{extras.command('modelopt')} for FP8 readiness reports",
     ("nvdlfw-inspect", "absent"): "pip install nvdlfw-inspect for sampled FP8 statistics under Transformer Engine",
 }
 

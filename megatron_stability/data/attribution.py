@@ -103,10 +103,28 @@ def attribute(blend: Blend, sample: int) -> tuple[Piece, ...]:
     Raises:
         UsageError: the run has no such sample, or a provenance file can't be read.
     """
-    which, count = blend.place(sample)
-    pieces = _pieces(blend.orders[which], which, count)
-    sources = provenance(pieces[0].prefix, {piece.document for piece in pieces})
-    return tuple(replace(piece, source=sources.get(piece.document)) for piece in pieces)
+    return tuple(piece for _, piece in attribute_all(blend, (sample,)))
+
+
+def attribute_all(blend: Blend, samples: Iterable[int]) -> list[tuple[int, Piece]]:
+    """What stands in samples, each piece with its sample; a data set's provenance is read once.
+
+    Args:
+        blend: the run's order.
+        samples: global sample indexes.
+
+    Raises:
+        UsageError: as `attribute`.
+    """
+    found: list[tuple[int, Piece]] = []
+    for sample in samples:
+        which, count = blend.place(sample)
+        found += [(sample, piece) for piece in _pieces(blend.orders[which], which, count)]
+    wanted: dict[str, set[int]] = {}
+    for _, piece in found:
+        wanted.setdefault(piece.prefix, set()).add(piece.document)
+    sources = {prefix: provenance(prefix, documents) for prefix, documents in wanted.items()}
+    return [(sample, replace(piece, source=sources[piece.prefix].get(piece.document))) for sample, piece in found]
 
 
 def _pieces(order: Order, which: int, count: int) -> list[Piece]:

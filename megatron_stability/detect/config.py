@@ -8,6 +8,7 @@ from typing import Any, Literal, Self, get_args
 from pydantic import Field, field_validator, model_validator
 
 from megatron_stability.section import Section
+from megatron_stability.signals import notable
 
 RELEARN = Field(50, ge=2, description="consecutive finite flags after which the baseline starts anew")
 
@@ -325,13 +326,13 @@ class Detect(Section):
     qk_gain_drift: Trend = Trend(rise=0.2, block=10)
     attention_dead_heads: Limits = Limits(watch=0)
     attention_entropy: Limits = Limits(small=0.05, persistence=3)
-    fp8_amax_rise: Limits = Limits(watch=16, small=64)
-    fp8_amax_fall: Limits = Limits(watch=256, small=2048)
+    fp8_amax_rise: Limits = Limits(watch=notable("fp8/amax_rise"), small=64)
+    fp8_amax_fall: Limits = Limits(watch=notable("fp8/amax_fall"), small=2048)
     fp8_fallbacks: Limits = Limits(watch=0.5)
-    fp8_saturation: Limits = Limits(small=1e-3, medium=1e-2, persistence=2)
-    fp8_underflow: Limits = Limits(watch=0.1, small=0.5, persistence=2)
-    fp8_binades: Limits = Limits(watch=10, persistence=3)
-    fp8_scale_stuck: Limits = Limits(watch=1000)
+    fp8_saturation: Limits = Limits(small=notable("fp8/saturation"), medium=1e-2, persistence=2)
+    fp8_underflow: Limits = Limits(watch=notable("fp8/underflow"), small=0.5, persistence=2)
+    fp8_binades: Limits = Limits(watch=notable("fp8/binades"), persistence=3)
+    fp8_scale_stuck: Limits = Limits(watch=notable("fp8/scale_age"))
     moe_load: Limits = Limits(watch=4, small=16, persistence=20)
     moe_drops: Limits = Limits(watch=0.1, small=0.3, persistence=20)
     moe_router_z: Growth = Growth(window=100, warmup_steps=50, persistence=3, after_step=500)

@@ -25,7 +25,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue, Ty
 from megatron_stability import files
 from megatron_stability.echo import masked, said
 from megatron_stability.errors import UsageError
-from megatron_stability.records import Action, Change, Decision, StepRecord, Tier, Verdict, encode_float
+from megatron_stability.records import PASSED_OVER, Action, Change, Decision, StepRecord, Tier, Verdict, encode_float
 
 SCHEMA = 1
 FILE = "ledger.jsonl"
@@ -91,6 +91,11 @@ class StepEntry(Entry):
     def last_sample(self) -> int:
         """The sample index just past this step's."""
         return self.first_sample + self.samples
+
+    @property
+    def computed(self) -> bool:
+        """There was a forward: the samples were not passed over, for a window or for their scores."""
+        return PASSED_OVER not in self.parameters
 
     @property
     def eventful(self) -> bool:

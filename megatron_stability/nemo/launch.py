@@ -10,6 +10,7 @@ import sys
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from megatron_stability.errors import EXIT_FINE, UsageError
 from megatron_stability.megatron.start.command import MOST_RANKS
@@ -18,8 +19,9 @@ from megatron_stability.megatron.start.parser import OneSentenceParser
 from megatron_stability.megatron.start.ranks import Ranks
 from megatron_stability.nemo import pretrain
 from megatron_stability.nemo.pretrain import Job
-from megatron_stability.nemo.recipe import recipe_file, source
-from megatron_stability.nemo.recipe.recipe_file import RecipeFile
+
+if TYPE_CHECKING:
+    from megatron_stability.nemo.recipe.recipe_file import RecipeFile
 
 MOST_RESTARTS = 1000
 LIST = "--list"
@@ -45,6 +47,8 @@ def run(argv: Sequence[str]) -> int:
         started again).
     """
     if list(argv) == [LIST]:
+        from megatron_stability.nemo.recipe import source
+
         sys.stdout.writelines(f"{name}\n" for name in source.hub_free())
         return EXIT_FINE
     argv, starter = _split(list(argv))
@@ -65,6 +69,8 @@ def run(argv: Sequence[str]) -> int:
     if "RANK" in os.environ:
         raise UsageError("under torchrun, call `-m megatron_stability.nemo.pretrain --config-file RECIPE.yaml`")
     words = (*options.words, *unknown)
+    from megatron_stability.nemo.recipe import recipe_file  # brings omegaconf and hydra, which help does not need
+
     wanted = recipe_file.read(options.recipe, words, options.scale_down)
     _refuse_slips(wanted, options.drill_fault)
     if options.supervise is not None:
@@ -88,6 +94,8 @@ def run(argv: Sequence[str]) -> int:
 
 def _refuse_slips(wanted: RecipeFile, drill_fault: Sequence[str]) -> None:
     """What needs no Bridge to be told, before its import of many seconds."""
+    from megatron_stability.nemo.recipe import source
+
     source.refuse_unknown_recipe(wanted.recipe)
     source.refuse_typos(wanted)
     if drill_fault:

@@ -7,15 +7,10 @@ depend on how rows are dealt to ranks and micro-batches.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from types import MappingProxyType
-
 import torch
 
-from megatron_stability.observe.reduction import Combine
-
-#: Names and ways of what `scores` returns, in its order.
-SIGNALS: Mapping[str, Combine] = MappingProxyType({"data/repeated": "max", "data/entropy": "min"})
+#: Names of what `scores` returns, in its order.
+SCORES = ("data/repeated", "data/entropy")
 _MULTIPLIER = 6364136223846793005  # of Knuth's MMIX generator: odd, so that the hash mod 2^64 loses nothing
 
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from types import MappingProxyType
-from typing import Final, Literal, NamedTuple
+from typing import Final, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -23,6 +23,7 @@ import torch.distributed as dist
 from megatron_stability.observe import exact
 from megatron_stability.observe.wide import Wide
 from megatron_stability.records import Decision, StepRecord
+from megatron_stability.signals import Combine
 
 #: What every rank must have in common, and the ranks are compared in with rank 0.
 CURSOR: Final = ("step", "first_sample", "samples", "history")
@@ -32,8 +33,6 @@ LARGEST: Final = (*CURSOR, *(f"-{name}" for name in CURSOR), "overflow", "learni
 OWN: Final = (*CURSOR, "nonfinite_losses", "nonfinite_grad")
 NAMED: Final = 16  # ranks that a record names at most
 
-#: How a signal of `LocalSignals.extra` is combined over the ranks that have one; NaN says that a rank has none.
-Combine = Literal["max", "min", "sum", "norm"]  # norm: the root of the sum of the parts' squares
 How = Combine | Wide
 _NOTHING_EXTRA: Mapping[str, torch.Tensor | float] = MappingProxyType({})
 
@@ -106,7 +105,7 @@ class Reduction:
     Attributes:
         group: every rank that must agree; None where torch.distributed is not initialised (one process).
         device: where the collective's backend wants its tensors.
-        extra: the signals that ranks may add, equal on every rank, and how each is combined.
+        extra: the signals that ranks may add, equal on every rank, and how each is combined (NaN: a rank has none).
     """
 
     group: dist.ProcessGroup | None

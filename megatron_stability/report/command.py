@@ -17,6 +17,7 @@ from typing import Any
 
 from rich.console import Console
 
+from megatron_stability import extras
 from megatron_stability.errors import EXIT_FINDING, EXIT_FINE, UsageError
 from megatron_stability.report import pages, summary
 from megatron_stability.report.runview import RunView
@@ -40,7 +41,7 @@ def build_report(runs: Sequence[RunView], path: str | Path, title: str = "Traini
     """
     missing = [name for name in ("plotly", "jinja2") if importlib.util.find_spec(name) is None]
     if missing:
-        raise UsageError(f"report: needs {' and '.join(missing)}; pip install 'megatron-stability[report]'")
+        raise UsageError(f"needs {' and '.join(missing)}; {extras.command('report')}")
     path = Path(path)
     pages.check("--out", path)
     pages.write("--out", path, _page(runs, title))

@@ -24,7 +24,6 @@ import xxhash
 from megatron_stability.errors import UsageError
 from megatron_stability.observe.fp8 import samples as fp8_samples
 from megatron_stability.observe.fp8.telemetry import SIGNALS, AmaxHistory, binades, worst
-from megatron_stability.observe.reduction import Combine
 from megatron_stability.records import StepRecord
 from megatron_stability.sites import TENSORS, Site
 from megatron_stability.transformer_engine import adapter, extra_state, sampled
@@ -70,7 +69,7 @@ class TransformerEngineHook:
     """A `WeightHook` and `StatefulHook`: the signals of `observe.fp8` from TE's own state."""
 
     checkpoint_key = KEY
-    signals: Mapping[str, Combine] = SIGNALS
+    signals = SIGNALS
 
     def __init__(self, model: Sequence[Any], device: torch.device, run: Run) -> None:
         """Name TE's modules as Megatron's checkpoints do; nothing else is changed.

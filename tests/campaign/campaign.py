@@ -20,6 +20,8 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from benchmarks import results
+from benchmarks.results import PLUGIN, PURE
 from tests.campaign import presets, simulated
 
 
@@ -93,6 +95,7 @@ def main() -> int:
     parser.add_argument("--real", type=int, default=0, help="real runs, a few minutes for each dozen")
     parser.add_argument("--out", type=Path, help="write the totals here")
     args = parser.parse_args()
+    of = results.stamp((*(PLUGIN if args.real else PURE), "tests/campaign"))
     totals: dict[str, Any] = {}
     if args.simulated:
         totals["simulated"] = simulate(args.simulated)
@@ -102,10 +105,9 @@ def main() -> int:
         from tests.campaign import real_runs
 
         totals["real"] = real_runs.run(args.real)
-    text = json.dumps(totals, indent=1)
-    print(text)
+    print(json.dumps(totals, indent=1))
     if args.out:
-        args.out.write_text(text + "\n", encoding="utf-8")
+        results.write(args.out, totals, of)
     return int(any(part["bad"] for part in totals.values()))
 
 

@@ -104,6 +104,7 @@ def import_megatron() -> None:
     """Import the plugin's Megatron side, and what Megatron itself imports in mid-run, some 10 CPU seconds a rank."""
     for name in (
         "megatron_stability.megatron.start.pretrain_gpt",
+        "megatron_stability.megatron.runtime",
         "megatron.core.dist_checkpointing.strategies.fully_parallel",
         "megatron.core.dist_checkpointing.strategies.torch",
         SAVE_MODULE,

@@ -162,7 +162,7 @@ def _falls(losses: list[float]) -> bool:
 
 
 @pytest.mark.megatron
-@pytest.mark.parametrize("flags", [TP2, (*TP2, *PP2)], ids=["tp2", "tp2-pp2"])
+@pytest.mark.parametrize("flags", [pytest.param(TP2, marks=pytest.mark.rare), (*TP2, *PP2)], ids=["tp2", "tp2-pp2"])
 def test_dropout_leaves_replicated_weights_bit_identical(megatron_ranks: Pool, flags: tuple[str, ...]) -> None:
     world = 2 ** (len(flags) // 2)
     runs: list[Run] = megatron_ranks.run(train, *flags, world=world, timeout=180)

@@ -5,12 +5,12 @@ PYTHONPATH=.nemo:. .venv/bin/python -m tests.drills.bridge_rewinds docs/drills/b
 
 from __future__ import annotations
 
-import json
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
+from benchmarks.results import PLUGIN, Results
 from tests.dist.pool import Pool
 from tests.nemo import jobs, rewinds
 
@@ -41,19 +41,17 @@ CASES: dict[str, tuple[dict[str, Any], int]] = {
 
 def main(out: Path) -> int:
     """Run every case and write the findings; 1 if there is any."""
-    pool, results = Pool(jobs.bridge), {}
+    pool, results = Pool(jobs.bridge), Results(out, (*PLUGIN, "tests/nemo", "tests/drills/bridge_rewinds.py"))
     for name, (layout, world) in CASES.items():
+        if name in results.rows:
+            continue
         with tempfile.TemporaryDirectory() as folder:
             rewind = rewinds.compare(pool, layout, world, Path(folder))
-            results[name] = {
-                "world": world,
-                "rewind": rewind,
-                "resume": rewinds.resume(pool, layout, world, Path(folder)),
-            }
-        print(name, results[name], flush=True)
+            resumed = rewinds.resume(pool, layout, world, Path(folder))
+        results.put(name, {"world": world, "rewind": rewind, "resume": resumed})
+        print(name, results.rows[name], flush=True)
     pool.close()
-    out.write_text(json.dumps(results, indent=1) + "\n")
-    return int(any(result[kind]["findings"] for result in results.values() for kind in ("rewind", "resume")))
+    return int(any(result[kind]["findings"] for result in results.rows.values() for kind in ("rewind", "resume")))
 
 
 if __name__ == "__main__":

@@ -18,6 +18,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from benchmarks import results
+from benchmarks.results import PLUGIN
 from megatron_stability.fp8_compare.command import figures
 from megatron_stability.fp8_compare.criteria import compare
 from megatron_stability.fp8_compare.gates import EARLY, Gates
@@ -27,7 +29,7 @@ from megatron_stability.megatron.start.prepare_data import prepare
 from tests.dist.pool import Context, Pool
 from tests.e2e import jobs
 
-STEPS = 320
+STEPS, DONE = 320, "done.json"
 DELAYED = (
     *("--stability-fp8-emulate", "delayed", "--fp8-amax-history-len", "1024", "--fp8-amax-compute-algo", "max"),
     *("--stability-fp8-sample-every", "25"),
@@ -67,15 +69,21 @@ def folder_of(root: Path, seed: int, arm: str) -> Path:
     return root / f"seed{seed}" / arm.replace(" ", "-").replace(",", "")
 
 
+def _of(folder: Path) -> dict[str, Any]:
+    """The stamp of a run that went to its end, else nothing."""
+    done = folder / DONE
+    return dict(json.loads(done.read_text())) if done.exists() else {}
+
+
 def run(options: argparse.Namespace) -> int:
     """Train a seed's arms; 0 where all went to their end."""
     root: Path = options.folder
     text = prepare([sysconfig.get_paths()["stdlib"]], root / "data" / "stdlib", quickstart.text_options())
-    pool, failed = Pool(jobs.patched), 0
+    pool, failed, of = Pool(jobs.patched), 0, results.stamp((*PLUGIN, "tests/drills/fp8_compare.py"))
     try:
         for arm, flags in ARMS.items():
             folder = folder_of(root, options.seed, arm)
-            if (folder / "done").exists() or (options.arms and arm not in options.arms):
+            if _of(folder).get("sources") == of["sources"] or (options.arms and arm not in options.arms):
                 continue
             shutil.rmtree(folder, ignore_errors=True)  # of a run that was interrupted
             more = ("--seed", str(options.seed), "--stability-record-dir", str(folder))
@@ -85,7 +93,7 @@ def run(options: argparse.Namespace) -> int:
                 train, (*quickstart.MODEL, *text.training_flags, *COMMON, *more, *flags), world=1, timeout=400
             )
             if code == 0:
-                (folder / "done").touch()  # not started again where a part is repeated
+                (folder / DONE).write_text(json.dumps(of))  # not started again where a part is repeated
             print(f"seed {options.seed} {arm}: exit code {code}, {time.monotonic() - began:.0f} s", flush=True)
             failed += code != 0
     finally:
@@ -97,6 +105,9 @@ def judge(options: argparse.Namespace) -> int:
     """Compare every seed's FP8 arms with its control; 0 where healthy ones pass and the others fail, all of them."""
     seeds = sorted(int(folder.name[4:]) for folder in options.folder.glob("seed*"))
     found: list[dict[str, Any]] = []
+    of, *others = [_of(folder_of(options.folder, seed, arm)) for seed in seeds for arm in ARMS]
+    if not of or any(other.get("sources") != of["sources"] for other in others):
+        raise SystemExit("runs are missing, or are of different code: `run` each seed again")
     for seed, other in zip(seeds, seeds[1:] + seeds[:1], strict=True):
         control, noise = (figures(folder_of(options.folder, each, "bf16")) for each in (seed, other))
         for arm in list(ARMS)[1:]:
@@ -124,7 +135,7 @@ def judge(options: argparse.Namespace) -> int:
             )
     separated = all(each["passes"] is (each["arm"] == "healthy") for each in found)
     summary = {"steps": STEPS, "tokens": result["tokens"], "seeds": seeds, "separated": separated}
-    options.out.write_text(json.dumps(summary | {"runs": found}) + "\n", encoding="utf-8")
+    results.write(options.out, summary | {"runs": found}, of)
     options.figure.write_text(picture(found), encoding="utf-8")
     for each in found:
         print(each["seed"], each["arm"], "passes" if each["passes"] else each["findings"])

@@ -15,7 +15,6 @@ is judged as what a killed run would have left. Cheaper than a kill, and only as
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import os
 import random
@@ -30,6 +29,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from benchmarks.results import PLUGIN, Results
 from megatron_stability.checkpoints import compare, generations
 from megatron_stability.checkpoints.manifest import MANIFEST, MARKER, file_names
 from megatron_stability.ledger import fates, ledger
@@ -236,11 +236,11 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="another one for another chain")
     parser.add_argument("--out", type=Path, default=Path("docs/drills/kill_around_save.json"))
     options = parser.parse_args()
-    results = json.loads(options.out.read_text()) if options.out.exists() else {}
+    results = Results(options.out, (*PLUGIN, "tests/dist/small_gpt.py", "tests/drills/kill_around_save.py"))
     pool, right = Pool(patched_megatron_on_cpu), True
     try:
         for name in options.saves:
-            entry = results.setdefault(name, {"killed": [], "stopped": []})
+            entry = results.rows.get(name, {"killed": [], "stopped": []})
             with tempfile.TemporaryDirectory() as folder:
                 root = Path(folder)
                 if options.kills:
@@ -253,10 +253,10 @@ def main() -> int:
                     stopped = moments(pool, root / "stopped", options.moments, options.seed, HOW[name])
                     entry["stopped"].append(stopped)
                     right = right and not stopped["bad"]
-            options.out.write_text(json.dumps(results, indent=1) + "\n")
+            results.put(name, entry)
     finally:
         pool.close()
-    for name, entry in results.items():
+    for name, entry in results.rows.items():
         for kind, parts in entry.items():
             for part in parts:
                 print(name, kind, {key: value for key, value in part.items() if key not in ("each", "deaths")})

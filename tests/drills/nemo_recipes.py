@@ -9,7 +9,6 @@ killed by SIGKILL, another goes on from there; its losses and gradient norms are
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import tempfile
 import threading
@@ -20,6 +19,7 @@ from typing import Any
 
 import psutil
 
+from benchmarks.results import PLUGIN, Results
 from megatron_stability.checkpoints import generations, manifest
 from megatron_stability.megatron.start.ranks import Ranks
 from megatron_stability.nemo import launch
@@ -92,11 +92,6 @@ def resume(folder: Path) -> dict[str, Any]:
     }
 
 
-def write(out: Path, results: dict[str, Any]) -> None:
-    """What is known so far."""
-    out.write_text(json.dumps(results, indent=2, sort_keys=True) + "\n")
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the drill; 0 if every part passed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -105,20 +100,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     if "megatron.bridge" not in sys.modules:
         Job(EXAMPLES / "tiny_cpu.yaml", (), cpu=True).prepare()
-    results: dict[str, Any] = json.loads(options.out.read_text()) if options.only and options.out.exists() else {}
+    results = Results(options.out, (*PLUGIN, "examples", "tests/drills/nemo_recipes.py"))
     recipes = {file.stem: (file, 1, ()) for file in sorted(EXAMPLES.glob("*.yaml"))}
     tiny = {name: (EXAMPLES / "tiny_cpu.yaml", world, words) for name, (world, words) in LAYOUTS.items()}
     with tempfile.TemporaryDirectory() as scratch:
         for name, (file, world, words) in (recipes | tiny).items():
-            if not options.only or name in options.only:
-                results[name] = run(file, words, world, Path(scratch) / name, file.stem != "tiny_cpu")
-                print(name, results[name], flush=True)
-                write(options.out, results)
-        if not options.only or "resume" in options.only:
-            results["resume"] = resume(Path(scratch))
-            print("resume", results["resume"], flush=True)
-            write(options.out, results)
-    return 0 if all(result["passed"] for result in results.values()) else 1
+            if (not options.only or name in options.only) and name not in results.rows:
+                results.put(name, run(file, words, world, Path(scratch) / name, file.stem != "tiny_cpu"))
+                print(name, results.rows[name], flush=True)
+        if (not options.only or "resume" in options.only) and "resume" not in results.rows:
+            results.put("resume", resume(Path(scratch)))
+            print("resume", results.rows["resume"], flush=True)
+    return 0 if all(result["passed"] for result in results.rows.values()) else 1
 
 
 if __name__ == "__main__":

@@ -10,11 +10,12 @@ weight's gradient has the wrong sign, and thrice its size, for 120 steps.
 from __future__ import annotations
 
 import argparse
-import json
 import sysconfig
 import tempfile
 from pathlib import Path
 
+from benchmarks import results
+from benchmarks.results import PLUGIN
 from megatron_stability.data.prepare import Options
 from megatron_stability.ledger import entries
 from megatron_stability.megatron.start.prepare_data import prepare
@@ -61,6 +62,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
+    of = results.stamp((*PLUGIN, "tests/drills/record_curves.py"))
     library, pool = Path(sysconfig.get_paths()["stdlib"]), Pool(jobs.patched)
     try:
         with tempfile.TemporaryDirectory() as name:
@@ -71,7 +73,7 @@ def main() -> None:
     finally:
         pool.close()
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(json.dumps({"steps": STEPS, "curves": curves}) + "\n", encoding="utf-8")
+    results.write(args.out, {"steps": STEPS, "curves": curves}, of)
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.results import PLUGIN, Results
 from megatron_stability.checkpoints import drill, generations
 from megatron_stability.detect.growth import Throughput
 from megatron_stability.ledger import entries, ledger
@@ -39,7 +40,7 @@ MUON = ("--optimizer", "muon")
 EP2 = (*jobs.MOE, "--moe-token-dispatcher-type", "alltoall", "--expert-model-parallel-size", "2", *DP2)
 CYCLIC = ("--dataloader-type", "cyclic")
 OF_THE_RUN = (*Throughput.requires, "ranks/weights")  # seconds; and a digest is where a save is planned
-PLUGIN = "megatron_stability"  # its entry in a checkpoint
+ENTRY = "megatron_stability"  # its entry in a checkpoint
 RAMP = (  # thresholds in tokens of 64 a sample; both releases ignore the older --rampup-batch-size
     *("--step-batch-size-schedule", "0:4 768:8 1792:12", "--train-samples", "52"),
     *("--lr-warmup-iters", "0", "--lr-warmup-samples", "8", "--lr-decay-samples", "52"),
@@ -182,9 +183,9 @@ def _lines(case: Case, first: list[Any], second: list[Any]) -> list[str]:
 
 def _state(pool: Pool, root: Path, step: int) -> dict[str, Any]:
     state: dict[str, Any] = artifacts.unpack(pool.run(_read, root, step, world=1, timeout=60)[0])
-    own = json.loads(state[PLUGIN])
+    own = json.loads(state[ENTRY])
     del own["detectors"][Throughput.name]  # of wall time
-    return state | {PLUGIN: json.dumps(own)}
+    return state | {ENTRY: json.dumps(own)}
 
 
 def _read(context: Any, root: Path, step: int) -> bytes:
@@ -195,15 +196,15 @@ def main() -> int:
     """Every case, or those named; a table, and JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="*", metavar="CASE", choices=list(CASES), help="names of CASES")
-    parser.add_argument("--out", type=Path, help="JSON; cases that are there and not run again stay")
-    parser.add_argument("--missing", action="store_true", help="only what --out lacks, or has findings for")
+    parser.add_argument("--out", type=Path, default=Path("docs/drills/resume_equality.json"))
     options = parser.parse_args()
-    known = json.loads(options.out.read_text()) if options.out and options.out.exists() else {}
+    sources = (*PLUGIN, "tests/e2e", "tests/drills/resume_equality.py", "tests/drills/resume_runs.py")
+    known = Results(options.out, sources)
     pools = {"0.19.2": Pool(jobs.patched), "0.18.2": Pool(jobs.older_patched)}
     failed = 0
     try:
         for name in options.only or CASES:
-            if options.missing and known.get(name, {}).get("findings") == []:
+            if known.rows.get(name, {}).get("findings") == []:
                 continue
             began = time.monotonic()
             with tempfile.TemporaryDirectory() as folder:
@@ -213,11 +214,7 @@ def main() -> int:
                     result = {"findings": [f"{type(error).__name__}: {error}"[:2000]]}
             failed += bool(result["findings"])
             print(f"{time.monotonic() - began:5.1f} s  {name}: {result}", flush=True)
-            known[name] = result
-            if options.out:
-                options.out.write_text(
-                    json.dumps({case: known[case] for case in CASES if case in known}, indent=1) + "\n"
-                )
+            known.put(name, result)
     finally:
         for pool in pools.values():
             pool.close()

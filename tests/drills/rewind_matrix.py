@@ -11,7 +11,6 @@ step 8 with `--iterations-to-skip 10 11`. One case kills the job after its rewin
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import signal
 import sys
@@ -21,6 +20,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
+from benchmarks.results import PLUGIN, Results
 from megatron_stability.records import Decision, StepRecord
 from tests.dist.pool import Pool, RankDied
 from tests.e2e import artifacts, jobs
@@ -113,10 +113,12 @@ def main() -> int:
     parser.add_argument("--release", choices=("0.19.2", "0.18.2"), default="0.19.2")
     parser.add_argument("--out", type=Path, default=Path("tests/drills/rewind_matrix.json"))
     options = parser.parse_args()
-    results: dict[str, Any] = json.loads(options.out.read_text()) if options.out.exists() else {}
+    results = Results(options.out, (*PLUGIN, "tests/e2e", "tests/drills/rewind_matrix.py"))
     pool = Pool(jobs.patched if options.release == "0.19.2" else jobs.older_patched)
     try:
         for name in options.case or [*CASES, KILLED]:
+            if "equal_entries" in results.rows.get(f"{options.release} {name}", {}):
+                continue
             began = time.monotonic()
             with tempfile.TemporaryDirectory() as folder:
                 try:
@@ -125,12 +127,11 @@ def main() -> int:
                 except Exception:  # the drill's finding; the other cases go on
                     result = {"failed": traceback.format_exc()[-2000:]}
             result["seconds"] = round(time.monotonic() - began)
-            results[f"{options.release} {name}"] = result
-            options.out.write_text(json.dumps(results, indent=1) + "\n")
+            results.put(f"{options.release} {name}", result)
             print(options.release, name, result, flush=True)
     finally:
         pool.close()
-    return 1 if any("failed" in result for result in results.values()) else 0
+    return 1 if any("failed" in result for result in results.rows.values()) else 0
 
 
 if __name__ == "__main__":

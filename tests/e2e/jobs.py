@@ -7,9 +7,11 @@ A template has imported one release of Megatron once, stock or patched in memory
 
 from __future__ import annotations
 
+import argparse
 import importlib
+import inspect
 import sys
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -61,6 +63,18 @@ def _prepare(release: str | None, patched: bool) -> None:
     cpu.install()
     importlib.import_module("torch.utils.tensorboard")
     import_megatron()
+    _warm()
+
+
+def _warm() -> None:
+    """Once a template, in place of once a rank: the patches' digest, and the sources that Megatron's parser reads."""
+    from megatron.training.arguments import add_megatron_arguments
+
+    from megatron_stability.megatron.patching import install_digest
+
+    inspect.getsource = cache(inspect.getsource)  # Megatron's parser reads a score of classes' sources, twice a start
+    add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
+    install_digest.versions()
 
 
 def stock() -> None:

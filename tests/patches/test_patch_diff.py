@@ -16,6 +16,7 @@ from megatron_stability.megatron.patching.diff import (
     revert_text,
     to_bytes,
 )
+from tests import effort
 
 PATH = "megatron/core/x.py"
 NUMBERED = "".join(f"line {n}\n" for n in range(1, 41))
@@ -35,7 +36,7 @@ def one(diff: str):
 
 
 @given(old=TEXT, new=TEXT, context=st.integers(1, 4))
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=effort.examples(150, 800), deadline=None)
 def test_applies_and_reverts_what_difflib_wrote(old: str, new: str, context: int):
     diff = unified(PATH, old, new, context)
     if diff:
@@ -44,7 +45,7 @@ def test_applies_and_reverts_what_difflib_wrote(old: str, new: str, context: int
 
 
 @given(old=TEXT, new=TEXT, other=TEXT)
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=effort.examples(150, 800), deadline=None)
 def test_fits_another_text_only_where_every_old_line_stands_in_place(old: str, new: str, other: str):
     diff = unified(PATH, old, new)
     if not diff:

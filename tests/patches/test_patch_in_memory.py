@@ -213,7 +213,7 @@ print(*spec_utils.import_module(("json", "dumps")).__all__[:1])
 
 
 @pytest.mark.megatron
-@pytest.mark.parametrize("version", ["0.18.2", "0.19.2"])
+@pytest.mark.parametrize("version", ["0.19.2", pytest.param("0.18.2", marks=pytest.mark.rare)])
 def test_a_real_wheel_is_patched_in_memory(tmp_path, version):
     """On the module that holds ModuleSpec; the rest of megatron.core is imported as it is."""
     stock = stock_megatrons()[version]

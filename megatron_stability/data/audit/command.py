@@ -83,9 +83,9 @@ def run(argv: list[str]) -> int:
     Returns:
         The exit code: 1 where something was found.
     """
+    args = parser().parse_args(argv)
     import pyarrow  # noqa: F401  # named at once where it is missing, not after the first pass
 
-    args = parser().parse_args(argv)
     if args.workers < 1 or not 0 <= args.fail_over < 1:
         raise UsageError("--workers must be at least 1, and --fail-over at least 0 and below 1")
     words = args.inputs or [str(each) for each in _words(args.data_args_path)]

@@ -34,13 +34,17 @@ class Measured:
 
 
 def departs(step: StepEntry, loss: Level | None) -> bool:
+    if not step.computed:
+        return False
     if not math.isfinite(step.loss):
         return True
     return loss is not None and step.loss - loss.middle > JUMP_NATS and loss.distance(step.loss) > FAR_SIGMA
 
 
 def amplified(step: StepEntry, norm: Level | None) -> bool:
-    return not math.isfinite(step.grad_norm) or (norm is not None and step.grad_norm > NORM_FACTOR * norm.middle)
+    return step.computed and (
+        not math.isfinite(step.grad_norm) or (norm is not None and step.grad_norm > NORM_FACTOR * norm.middle)
+    )
 
 
 def listed(items: Sequence[object]) -> str:

@@ -25,7 +25,7 @@ def logits(scene: Scene) -> Fact | None:
 
 
 def log_z(scene: Scene) -> Fact | None:
-    values = scene.signal("log_z/mean") or _ratio(scene, "log_z/sum", "log_z/weight")
+    values = _ratio(scene, "log_z/sum", "log_z/weight")
     if len(values) < SHORT_CURVE:
         return None
     first, last = median([v for _, v in values[: len(values) // 2]]), values[-1][1]

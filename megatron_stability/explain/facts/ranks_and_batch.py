@@ -48,6 +48,8 @@ def slow(scene: Scene) -> Fact | None:
 def data_odd(scene: Scene) -> Fact | None:
     if found := scene.spoke("bad_batch"):
         return Fact(True, found[0])
+    if not scene.step.computed and scene.step.reason.startswith("bad_batch "):
+        return Fact(True, scene.step.reason)
     if "data/repeated" not in scene.step.signals:
         return None
     shift = _data_shift(scene)
@@ -74,7 +76,7 @@ def _scores(step: StepEntry) -> str:
 
 
 def tokens_changed(scene: Scene) -> Fact | None:
-    if not scene.step.samples or scene.step.tokens != scene.step.tokens:
+    if not scene.step.samples or not scene.step.computed or scene.step.tokens != scene.step.tokens:
         return None
     level = scene.level(lambda step: step.tokens / step.samples if step.samples else None)
     if level is None or not level.middle:

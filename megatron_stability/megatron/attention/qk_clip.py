@@ -21,7 +21,6 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -38,20 +37,15 @@ from megatron_stability.megatron.attention.monitor import AttentionMonitor, Maxi
 from megatron_stability.numerics import qk_clip
 from megatron_stability.observe.config import QKClip
 from megatron_stability.observe.logit_growth import LogitGrowth
-from megatron_stability.observe.reduction import Combine
 from megatron_stability.records import AttentionTable, StepRecord
+from megatron_stability.signals import Combine, ways
 
-#: What is added to the StepRecord, and how it is combined over ranks; `signals.py` says what each is.
-SIGNALS: Mapping[str, Combine] = MappingProxyType(
-    {
-        "attention/max_logit": "max",
-        "attention/min_entropy": "min",
-        "attention/nonfinite_heads": "sum",
-        "attention/nonpositive_heads": "sum",
-        "qk_norm/max_gain": "max",
-        "qk_clip/heads": "sum",
-        "qk_clip/min_factor": "min",
-    }
+#: What is added to the StepRecord; `signals.py` says what each is.
+SIGNALS = ways(
+    (
+        *("attention/max_logit", "attention/min_entropy", "attention/nonfinite_heads", "attention/nonpositive_heads"),
+        *("qk_norm/max_gain", "qk_clip/heads", "qk_clip/min_factor"),
+    )
 )
 
 

@@ -17,6 +17,7 @@ from typing import Final
 
 import torch
 
+from megatron_stability import extras
 from megatron_stability.errors import UsageError
 from megatron_stability.megatron.cpu.rows import Row, megatron_rows, torch_rows
 
@@ -126,7 +127,7 @@ def install(*, banner: bool = True) -> None:
             "uninstall transformer_engine there."
         )
     if importlib.util.find_spec("megatron") is None or importlib.util.find_spec("megatron.core") is None:
-        raise UsageError("The CPU backend needs megatron-core: pip install 'megatron-stability[megatron]'.")
+        raise UsageError(f"The CPU backend needs megatron-core: {extras.command('megatron')}.")
     for name, value in environment().items():
         if name not in os.environ:
             os.environ[name] = value

@@ -28,7 +28,6 @@ from megatron_stability.numerics.fp8.config import Fp8
 from megatron_stability.numerics.fp8.recipes import Recipe, delayed_update
 from megatron_stability.observe.fp8 import samples as fp8_samples
 from megatron_stability.observe.fp8.telemetry import SIGNALS, AmaxHistory, binades, worst
-from megatron_stability.observe.reduction import Combine
 from megatron_stability.records import StepRecord
 from megatron_stability.sites import TENSORS, Site
 
@@ -54,7 +53,7 @@ class Fp8Hook:
     """A `WeightHook` for emulated FP8. All state stands in arenas, [.., n, 3] for n linears of this rank."""
 
     checkpoint_key = KEY
-    signals: Mapping[str, Combine] = SIGNALS
+    signals = SIGNALS
 
     def __init__(self, fp8: Fp8, model: Sequence[Any], device: torch.device, folder: Path, args: Namespace) -> None:
         """Gather the layers' states into arenas; no collective.

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from megatron_stability.megatron.access import master_weights
 from megatron_stability.numerics import embedding_norm
+from megatron_stability.signals import ways
 
 
 def word_embeddings(model: Sequence[torch.nn.Module]) -> Iterator[torch.nn.Parameter]:
@@ -42,7 +43,7 @@ class EmbeddingClipHook:
     @property
     def signals(self) -> Mapping[str, Any]:
         """Rows clipped after the step before this one, the most of any rank's shard."""
-        return {"embedding/rows_clipped": "max"}
+        return ways(("embedding/rows_clipped",))
 
     def train_begins(self) -> None:
         """Nothing."""

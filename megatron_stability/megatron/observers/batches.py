@@ -21,16 +21,16 @@ from megatron.training import print_rank_0
 from megatron_stability.act.pass_over import PassOver
 from megatron_stability.detect.data import AHEAD, BadBatch
 from megatron_stability.megatron.access.data_iterators import DataIterators
-from megatron_stability.observe.batch import SIGNALS, scores
-from megatron_stability.observe.reduction import Combine
+from megatron_stability.observe.batch import SCORES, scores
 from megatron_stability.pipeline import Pipeline
 from megatron_stability.records import Action, Decision, StepRecord
+from megatron_stability.signals import ways
 
 
 class BatchHook:
     """The batches of this rank's first pipeline stage; nothing on other stages."""
 
-    signals: Mapping[str, Combine] = {**SIGNALS, **dict(zip(AHEAD, SIGNALS.values(), strict=True))}
+    signals = ways((*SCORES, *AHEAD))
 
     def __init__(self, ngram: int, model: Sequence[Any], device: torch.device, data: DataIterators) -> None:
         """Installs a forward pre-hook.
@@ -67,7 +67,7 @@ class BatchHook:
 
     def observe(self) -> Mapping[str, torch.Tensor]:
         """The worst row of the step's micro-batches, and of the next step's."""
-        return _worst(tuple(SIGNALS), self._seen) | _worst(AHEAD, self._next())
+        return _worst(SCORES, self._seen) | _worst(AHEAD, self._next())
 
     def _next(self) -> list[torch.Tensor]:
         """Scores of the micro-batches that come next, if the next step has as many as this one."""

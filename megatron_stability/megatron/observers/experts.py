@@ -8,16 +8,15 @@ nowhere.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from types import MappingProxyType
 from typing import Any
 
 import torch
 from megatron.core.transformer.moe.router import Router
 
-from megatron_stability.observe.reduction import How
 from megatron_stability.records import StepRecord
+from megatron_stability.signals import ways
 
-SIGNALS: Mapping[str, How] = MappingProxyType({"moe/max_load": "max", "moe/dropped": "max", "moe/router_z": "max"})
+SIGNALS = ("moe/max_load", "moe/dropped", "moe/router_z")
 
 
 class _Counts:
@@ -59,7 +58,7 @@ class _Counts:
 class MoeHook:
     """The routers of this rank; see the module."""
 
-    signals = SIGNALS
+    signals = ways(SIGNALS)
 
     def __init__(self, every: int, model: Sequence[Any]) -> None:
         """Installs the hooks. `every`: steps between two measurements; `model`: Megatron's list of model chunks."""

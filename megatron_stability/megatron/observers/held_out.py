@@ -10,7 +10,7 @@ import torch
 
 from megatron_stability.observe.reduction import How
 from megatron_stability.records import StepRecord
-from megatron_stability.signals import HELD_OUT, SETS
+from megatron_stability.signals import HELD_OUT, SETS, ways
 
 ONLY = "validation"  # the name of the set where there is one
 
@@ -29,7 +29,7 @@ class HeldOutHook:
     @property
     def signals(self) -> Mapping[str, How]:
         """See `WeightHook`."""
-        return {HELD_OUT: "max", **{SETS + name: "max" for name in self._names}}
+        return ways((HELD_OUT, *(SETS + name for name in self._names)))
 
     def train_begins(self) -> None:
         """Nothing."""

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron_stability.megatron.model.loss import HeadLoss
+from megatron_stability.signals import ways
 
 
 class LogZHook:
@@ -26,7 +27,7 @@ class LogZHook:
     @property
     def signals(self) -> Mapping[str, Any]:
         """Sums over ranks; the means are made of them in `log_string`."""
-        return {"log_z/weight": "sum", "log_z/sum": "sum", "log_z/square_sum": "sum", "log_z/max": "max"}
+        return ways(("log_z/weight", "log_z/sum", "log_z/square_sum", "log_z/max"))
 
     def train_begins(self) -> None:
         """Nothing."""

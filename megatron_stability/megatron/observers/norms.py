@@ -19,6 +19,7 @@ from megatron_stability.observe.config import Norms
 from megatron_stability.observe.reduction import How
 from megatron_stability.observe.wide import Layers
 from megatron_stability.records import StepRecord
+from megatron_stability.signals import ways
 
 LAYERS = "grad_norm/layer"
 
@@ -49,7 +50,7 @@ class NormsHook:
     def signals(self) -> Mapping[str, How]:
         """See `WeightHook`."""
         found: dict[str, How] = {LAYERS: Layers(self._layers)} if self._config.layers_every else {}
-        return found | ({"param_norm": "norm", "embedding_norm": "norm"} if self._config.params_every else {})
+        return found | dict(ways(("param_norm", "embedding_norm")) if self._config.params_every else {})
 
     def train_begins(self) -> None:
         """Nothing."""

@@ -8,14 +8,14 @@ from collections.abc import Mapping
 from megatron.core.num_microbatches_calculator import get_current_global_batch_size
 
 from megatron_stability.megatron.access.skipped import SkippedDocuments
-from megatron_stability.observe.reduction import Combine
 from megatron_stability.records import StepRecord
+from megatron_stability.signals import ways
 
 
 class SkipHook:
     """The signal `data/masked`; ranks that have the data set count the whole global batch, and so agree."""
 
-    signals: Mapping[str, Combine] = {"data/masked": "max"}
+    signals = ways(("data/masked",))
 
     def __init__(self, skipped: SkippedDocuments, args: Namespace) -> None:
         """Reads Megatron's cursor at each step.

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 from megatron_stability.observe.reduction import How
 from megatron_stability.records import StepRecord
+from megatron_stability.signals import ways
 
 
 class StepHook:
@@ -23,8 +24,7 @@ class StepHook:
     @property
     def signals(self) -> Mapping[str, How]:
         """See `WeightHook`."""
-        clip: dict[str, How] = {"clip_grad": "max"} if self._clip_grad > 0 else {}
-        return clip | {"step_seconds": "max"}
+        return ways(("clip_grad", "step_seconds") if self._clip_grad > 0 else ("step_seconds",))
 
     def train_begins(self) -> None:
         """Nothing."""

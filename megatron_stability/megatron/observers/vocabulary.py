@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 from megatron.core.utils import unwrap_model
 
-from megatron_stability.observe.reduction import How
 from megatron_stability.records import StepRecord
+from megatron_stability.signals import ways
 
 OUTSIDE = "data/outside_vocabulary"
 #: In a GPT model's forward: name, place, least id. A label below 0 is one to be ignored.
@@ -27,7 +27,7 @@ FORWARD = (("input_ids", 0, 0), ("labels", 4, None))
 class VocabularyHook:
     """On every chunk that takes tokens or labels: first and last stages, and those with MTP layers."""
 
-    signals: Mapping[str, How] = {OUTSIDE: "max"}
+    signals = ways((OUTSIDE,))
 
     def __init__(
         self, vocab_size: int, model: Sequence[Any], device: torch.device, refuse: Callable[[int, int], None]

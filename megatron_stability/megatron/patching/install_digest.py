@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -15,12 +17,18 @@ import megatron_stability
 from megatron_stability.config import StabilityConfig
 from megatron_stability.errors import UsageError
 from megatron_stability.megatron.patching.adapter.needs import missing_needs
-from megatron_stability.megatron.patching.tree import installed_root, read_bridge, read_tree
+from megatron_stability.megatron.patching.tree import Tree, installed_root, read_bridge, read_tree
+
+
+@cache
+def _tree(root: Path) -> Tree:
+    """Read once a process, a tenth of a second each time: what was loaded doesn't change with the files."""
+    return read_tree(root)
 
 
 def versions() -> dict[str, str]:
     """Names and versions that decide what this rank computes; Megatron-Bridge's where it is the loop that runs."""
-    tree = read_tree(installed_root())
+    tree = _tree(installed_root())
     known = {
         "megatron_stability": megatron_stability.__version__,
         "megatron_core": Version(megatron_core_version).public,  # without the hash of whatever repository we run in
@@ -41,7 +49,7 @@ def missing_names() -> str | None:
         One sentence, for `compare`; None on other ranks, in a known release, and where nothing is missing.
     """
     root = installed_root()
-    tree = read_tree(root)
+    tree = _tree(root)
     if dist.get_rank() != 0 or not tree.by_anchor:
         return None
     missing = [f"{need.what} of {need.module} ({need.reason})" for need in missing_needs(root)]

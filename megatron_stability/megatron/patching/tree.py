@@ -11,6 +11,7 @@ from pathlib import Path
 
 from packaging.version import InvalidVersion, Version
 
+from megatron_stability import extras
 from megatron_stability.errors import UsageError
 from megatron_stability.megatron.patching.anchor import by_anchor
 from megatron_stability.megatron.patching.diff import ContextError, read_text
@@ -97,7 +98,7 @@ def installed_root() -> Path:
     if root is not None:
         return root
     raise UsageError(
-        "megatron-core is not installed in this environment: pip install 'megatron-stability[megatron]', "
+        f"megatron-core is not installed in this environment: {extras.command('megatron')}, "
         "put a Megatron-LM clone on PYTHONPATH, or name one with --target."
     )
 
@@ -219,9 +220,7 @@ def read_bridge(patches: Path | None = None, root: Path | None = None) -> Tree:
     """
     root = root or _root_with(_BRIDGE_INFO)
     if root is None:
-        raise UsageError(
-            "megatron-bridge is not installed in this environment: pip install 'megatron-stability[nemo]'."
-        )
+        raise UsageError(f"megatron-bridge is not installed in this environment: {extras.command('nemo')}.")
     wheels = sorted(root.glob("megatron_bridge-*.dist-info"))
     if len(wheels) != 1:
         raise UsageError(f"{root} holds megatron/bridge and {len(wheels)} megatron_bridge-*.dist-info: reinstall it.")

@@ -9,40 +9,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from types import MappingProxyType
 
 import torch
 
-from megatron_stability.observe.reduction import Combine
 from megatron_stability.records import encode_float
+from megatron_stability.signals import PLACED, notable, ways
 from megatron_stability.sites import Site
 
-#: Fewer binades than these between a tensor's amax and the least normal value of its format are too few. Values at a
-#: tensor's rms carry its products; amax / rms is about 4 for a Gaussian and up to 1000 where activations have massive
-#: outliers (Sun et al., arXiv:2402.17762). E4M3 has 14.8 binades, E5M2 29.8. The detector's default, too.
-LEAST_BINADES = 10.0
 _WARM = 8  # accepted steps before an amax has a history to be compared with
 
-#: From where on a signal's value is worth a place; the detectors' mildest defaults.
-BEYOND = {
-    "fp8/amax_rise": 16.0,
-    "fp8/amax_fall": 256.0,
-    "fp8/scale_age": 1000.0,
-    "fp8/saturation": 1e-3,
-    "fp8/underflow": 0.1,
-}
-
-
-def _ways() -> dict[str, Combine]:
-    ways: dict[str, Combine] = {"fp8/gemms": "sum", "fp8/fallbacks": "sum"}
-    for name in BEYOND:
-        ways[name], ways[f"{name}/at"] = "max", "min"
-    ways["fp8/binades"], ways["fp8/binades/at"] = "min", "min"
-    return ways
-
-
-#: How each signal is combined over ranks. `<signal>/at` is where it began, see `Site.order`.
-SIGNALS: Mapping[str, Combine] = MappingProxyType(_ways())
+#: `<signal>/at` is where it began, see `Site.order`.
+SIGNALS = ways(("fp8/gemms", "fp8/fallbacks", *PLACED, *(f"{name}/at" for name in PLACED)))
 _SHARES = ("fp8/saturation", "fp8/underflow")  # of these every tensor has some: a place has at least half the largest
 
 
@@ -50,7 +27,7 @@ def worst(name: str, values: torch.Tensor, orders: torch.Tensor) -> dict[str, to
     """The largest value of a signal and where it began, without a synchronisation; NaN where nothing is known.
 
     An outlier grows downstream, so the largest value is rarely where it came from: the place is the first site, in the
-    order in which a step computes, whose value is beyond `BEYOND`; NaN where none is.
+    order in which a step computes, whose value is `notable`; NaN where none is.
 
     Args:
         name: of the signal.
@@ -61,7 +38,7 @@ def worst(name: str, values: torch.Tensor, orders: torch.Tensor) -> dict[str, to
     if values.numel() == 0:
         return {name: nothing, f"{name}/at": nothing}
     largest = torch.where(values.isnan(), -math.inf, values.double()).amax()
-    level = (largest / 2).clamp(min=BEYOND[name]) if name in _SHARES else BEYOND[name]
+    level = (largest / 2).clamp(min=notable(name)) if name in _SHARES else notable(name)
     first = torch.where(values >= level, orders, math.inf).amin()
     return {
         name: torch.where(largest.isneginf(), nothing, largest),
@@ -82,7 +59,7 @@ def binades(
     """
     left = (amax.double() * scale.double() / least_normal.double()).log2()
     left = torch.where((amax > 0) & amax.isfinite() & (scale != 1), left, math.inf)
-    least, first = left.amin(), torch.where(left < LEAST_BINADES, orders, math.inf).amin()
+    least, first = left.amin(), torch.where(left < notable("fp8/binades"), orders, math.inf).amin()
     return {
         name: torch.where(value.isinf(), math.nan, value)
         for name, value in (("fp8/binades", least), ("fp8/binades/at", first))

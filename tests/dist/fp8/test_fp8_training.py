@@ -202,7 +202,7 @@ def recipes(context: Context, folder: str) -> Any:
     return results
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.rare), 2])
 def test_every_recipe_trains_near_the_unquantized_run(megatron_ranks: Pool, tmp_path: Any, world: int) -> None:
     for results in megatron_ranks.run(recipes, str(tmp_path), world=world, timeout=400):
         plain = results["none"][0]

@@ -26,8 +26,11 @@ def train(pool: Pool, out: Path, *flags: str, code: int = 0) -> list[float]:
 
 @pytest.mark.parametrize(
     ("release", "optimizer"),
-    [("0.19.2", ()), ("0.19.2", jobs.SHARDED), ("0.18.2", ())],
-    ids=["plain", "sharded", "0.18"],
+    [
+        pytest.param("0.19.2", (), id="plain", marks=pytest.mark.rare),
+        pytest.param("0.19.2", jobs.SHARDED, id="sharded"),
+        pytest.param("0.18.2", (), id="0.18", marks=pytest.mark.rare),
+    ],
 )
 def test_the_next_steps_have_the_new_rate(
     pools: dict[tuple[str, str], Pool], tmp_path: Path, release: str, optimizer: tuple[str, ...]

@@ -16,6 +16,7 @@ import yaml
 
 from megatron_stability.ledger import bundle
 from megatron_stability.records import Action, Decision, StepRecord
+from tests import effort
 from tests.dist.pool import Pool
 from tests.e2e import artifacts, jobs, scenarios
 
@@ -99,7 +100,7 @@ def _watched(pool: Pool, flags: tuple[str, ...], world: int) -> list[list[Any]]:
     return [seen for _, seen in results]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", effort.sampled(LAYOUTS, ("tp2-pp2", "dp2-distributed-optimizer")))
 def test_one_verdict_and_no_trace(pools: dict[tuple[str, str], Pool], tmp_path: Any, layout: str) -> None:
     """Megatron-LLM issue 33 (one NaN element on one rank), metaseq issue 521 (one rank spikes), and Megatron-DeepSpeed
     issue 177 (tensor-parallel ranks hang after a skip): a clean step follows each fault."""

@@ -14,6 +14,7 @@ import pytest
 from megatron_stability.checkpoints import generations
 from megatron_stability.ledger import bundle, entries, fates
 from megatron_stability.records import Decision, StepRecord
+from tests import effort
 from tests.dist.pool import Pool
 from tests.e2e import artifacts, jobs
 from tests.e2e.equality.test_skip_equality import COUNTERS
@@ -58,7 +59,7 @@ def _run(pool: Pool, flags: tuple[str, ...], world: int, out: Path, steps: int, 
     return [row[:2] for row in results[0][1]]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", effort.sampled(LAYOUTS, ("vpp2",)))
 def test_chunks_and_stages_without_data_end_as_if_the_gradient_had_been_withheld(
     pool: Pool, tmp_path: Path, layout: str
 ) -> None:

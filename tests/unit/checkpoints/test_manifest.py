@@ -17,9 +17,10 @@ from hypothesis import strategies as st
 
 from megatron_stability.checkpoints import asides, generations, manifest, parts
 from megatron_stability.errors import UsageError
+from tests import effort
 from tests.unit.checkpoints.checkpoint_maker import complete, draft, save
 
-EXAMPLES = settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
+EXAMPLES = settings(max_examples=effort.examples(80, 600), deadline=None, suppress_health_check=list(HealthCheck))
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +78,7 @@ def test_every_bit_of_marker_and_some_of_every_file(whole: Path, tmp_path: Path)
 @EXAMPLES
 @given(data=st.data())
 def test_any_damage_to_any_file_is_caught(whole: Path, data: st.DataObject) -> None:
-    """Single-byte changes, truncation, growth, removal, emptiness: 300 samples over all files."""
+    """Single-byte changes, truncation, growth, removal, emptiness, over all files."""
     copy = whole.parent / f"damage-{os.getpid()}"
     shutil.rmtree(copy, ignore_errors=True)
     shutil.copytree(whole, copy)

@@ -73,8 +73,7 @@ class Run:
                     generation=self.generation,
                     step=number,
                     first_sample=(number - 1) * BATCH,
-                    samples=BATCH,
-                    **fields,
+                    **({"samples": BATCH} | fields),
                 )
             )
         return lines
@@ -86,7 +85,8 @@ class Run:
             "attention/max_logit": 8.0 + noise.gauss(0, 0.2),
             "step_seconds": 1.0 + abs(noise.gauss(0, 0.02)),
             "ranks/weights": 0.0,
-            "log_z/mean": 0.3,
+            "log_z/sum": 0.3 * 256,
+            "log_z/weight": 256.0,
         }
 
 

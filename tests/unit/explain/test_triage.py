@@ -80,7 +80,9 @@ CASES: dict[str, tuple[LedgerView, int]] = {
         121,
     ),
     "output_logits": (
-        view(Run(wrong=both(lambda n, f: f["signals"].update({"log_z/mean": 0.3 + 0.5 * max(0, n - 80)}), RISE))),
+        view(
+            Run(wrong=both(lambda n, f: f["signals"].update({"log_z/sum": 256 * (0.3 + 0.5 * max(0, n - 80))}), RISE))
+        ),
         121,
     ),
     "fp8_range": (

@@ -14,6 +14,7 @@ from megatron_stability.ledger.entries import read
 from megatron_stability.ledger.fates import audit, count, fates, history
 from megatron_stability.ledger.ledger import Ledger, RunInfo
 from megatron_stability.records import Action, Decision, StepRecord
+from tests import effort
 
 INFO = RunInfo(mode="act", versions={}, layout={})
 
@@ -132,7 +133,7 @@ class World:
             self.sample += samples
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=effort.examples(60, 300), deadline=None, derandomize=True)
 @given(operations=OPERATIONS)
 def test_the_fold_and_the_audit_equal_the_naive_model(operations):
     with tempfile.TemporaryDirectory() as folder:

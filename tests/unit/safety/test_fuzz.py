@@ -32,9 +32,10 @@ from megatron_stability.data import blends, fingerprint, index, sources, tokeniz
 from megatron_stability.errors import UsageError
 from megatron_stability.ledger import bundle, entries, sketches
 from megatron_stability.report.runview import RunView
+from tests import effort
 from tests.unit.checkpoints.checkpoint_maker import complete
 
-EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "150"))  # more by hand
+EXAMPLES = effort.examples(40, 400)
 EXAMPLE_S, ALL_S = 5, 100  # seconds for one example, and for all of a reader
 MEMORY = 1 << 30  # bytes of address space beyond what the process has
 NASTY = (
@@ -264,8 +265,8 @@ def _there(name: str) -> Callable[[Path], bytes]:
 
 
 READERS = (
-    Reader("yaml", lambda folder: YAML, _file("c.yaml", lambda folder: config.load(folder / "c.yaml")), 0.4),
-    Reader("recipe's yaml", lambda folder: YAML, _file("r.yaml", lambda folder: _recipe(folder / "r.yaml")), 0.4),
+    Reader("yaml", lambda folder: YAML, _file("c.yaml", lambda folder: config.load(folder / "c.yaml")), 0.2),
+    Reader("recipe's yaml", lambda folder: YAML, _file("r.yaml", lambda folder: _recipe(folder / "r.yaml")), 0.2),
     Reader("manifest", _there(manifest.MANIFEST), _sealed_manifest),
     Reader("manifest's values", _there(manifest.MANIFEST), _sealed_manifest, sealed=True),
     Reader("marker", _there(manifest.MARKER), _marker),

@@ -22,7 +22,7 @@ from megatron_stability.numerics.fp8.stats import tensor_stats
 
 device = sys.argv[1]
 g = torch.Generator().manual_seed(0)
-x = torch.randn(300, 333, generator=g) * torch.logspace(-9, 3, 333)
+x = torch.randn(64, 333, generator=g) * torch.logspace(-9, 3, 333)
 x[3, 5], x[50, 0], x[51, 0], x[:, 100], x[:, 101] = math.nan, math.inf, -math.inf, 0.0, -0.0
 pairs = []
 for fmt in (E4M3, E5M2):
