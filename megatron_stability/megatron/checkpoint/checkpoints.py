@@ -23,6 +23,7 @@ from megatron_stability.config import StabilityConfig
 from megatron_stability.errors import UsageError
 from megatron_stability.megatron.access import collectives, optimizer_state, rank_state
 from megatron_stability.megatron.access.data_iterators import DataIterators
+from megatron_stability.megatron.access.flags.argument_table import argument
 from megatron_stability.megatron.access.host import Host
 from megatron_stability.megatron.checkpoint import shares
 from megatron_stability.megatron.checkpoint.completion import Completion, Prints, Save
@@ -220,7 +221,7 @@ class Checkpoints:
         if not self._on or load_dir is None:
             return
         self.close()  # a checkpoint that is being completed may be the newest
-        self._ckpt_step = getattr(self._args, "ckpt_step", None)
+        self._ckpt_step = argument(self._args, "ckpt_step")
         root = Path(load_dir)
         chosen = self._chosen or choose.choose(root, self._args, self._config.checkpoint)
         self._chosen = None

@@ -2,7 +2,8 @@
 
 Delayed scaling, as TE does it (`FP8GlobalStateManager`): after each micro-batch's forward the amaxes of inputs and
 weights, after its backward those of gradients, are reduced with MAX over TP x DP x CP of the pipeline stage (TP x CP
-with --tp-only-amax-red; `core/parallel_state.py get_amax_reduction_group`), then histories roll and scales follow.
+with the model's `tp_only_amax_red`; `core/parallel_state.py get_amax_reduction_group`), then histories roll and scales
+follow.
 Current scaling needs no collective here (see `fp8_linear`), block and MXFP8 none at all: TE reduces none either.
 """
 
@@ -19,6 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.utils import get_model_config
 
 from megatron_stability.errors import UsageError
 from megatron_stability.megatron.access.collectives import gather_json
@@ -88,8 +90,14 @@ class Fp8Hook(Hook):
         self._loaded = False
         self._all_linears = _linears(model)
         if self.recipe.name == "delayed":
+            only_tensor = bool(get_model_config(model[0]).tp_only_amax_red)  # Megatron has no flag for it, Bridge has
+            if only_tensor and parallel_state.get_data_parallel_world_size() > 1:
+                raise UsageError(
+                    f"--stability-fp8-emulate {fp8.emulate} with tp_only_amax_red: scales then differ over "
+                    "data-parallel ranks, and a checkpoint holds one of them; set it to false"
+                )
             self._group = parallel_state.get_amax_reduction_group(
-                with_context_parallel=True, tp_only_amax_red=getattr(args, "tp_only_amax_red", False)
+                with_context_parallel=True, tp_only_amax_red=only_tensor
             )
             self._update_with(model)
 

@@ -18,6 +18,7 @@ from megatron_stability.megatron.access import master_weights, skipped
 from megatron_stability.megatron.access.collectives import gather_json
 from megatron_stability.megatron.access.data_iterators import DataIterators
 from megatron_stability.megatron.access.flags import cuda_graphs
+from megatron_stability.megatron.access.flags.argument_table import is_set
 from megatron_stability.megatron.access.host import Host
 from megatron_stability.megatron.attention import qk_clip
 from megatron_stability.megatron.checkpoint.checkpoints import Checkpoints
@@ -166,7 +167,7 @@ def _observers(run: Context) -> list[Hook]:
     if observe.replicas.weights_every or observe.replicas.compute_every:
         hooks.append(ReplicaHook(observe.replicas, model, device, args, vocab_size))
     hooks.append(StepHook(float(optimizer.config.clip_grad)))
-    if flag := next((name for name in _NO_PLAIN_MASTERS if getattr(args, name, False)), None):
+    if flag := next((name for name in _NO_PLAIN_MASTERS if is_set(args, name)), None):
         say(args, f"--{flag.replace('_', '-')}: no norms of weights, for their masters are no plain fp32 tensors")
         norms = norms.model_copy(update={"params_every": 0})
     hooks.append(NormsHook(norms, model, optimizer, args, vocab_size))
