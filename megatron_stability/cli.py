@@ -39,6 +39,12 @@ COMMANDS = (
     ),
     Command("nemo", "megatron_stability.nemo.launch", "run", "train from a NeMo YAML recipe, on Megatron-Bridge"),
     Command("patch", "megatron_stability.megatron.patching.command", "run", "open the seams in an installed Megatron"),
+    Command(
+        "preflight",
+        "megatron_stability.megatron.start.preflight_command",
+        "run",
+        "what a training command lacks, before it starts",
+    ),
     Command("prepare-data", "megatron_stability.megatron.start.prepare_data", "run", "make data files from text"),
     Command("audit-data", "megatron_stability.data.audit.command", "run", "find bad documents before they train"),
     Command("checkpoint", "megatron_stability.checkpoints.command", "run", "list, verify, drill checkpoints"),

@@ -115,7 +115,10 @@ class AttentionTable:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """What one detector found in one step. A detector that found nothing returns None instead."""
+    """What one detector found in one step. A detector that found nothing returns None instead.
+
+    `onset` is the step at which that may have begun, as far as the records say; 0: with `step`.
+    """
 
     detector: str
     tier: Tier
@@ -123,6 +126,7 @@ class Verdict:
     value: float
     threshold: float
     reason: str  # one sentence, with the numbers and their units
+    onset: int = 0
 
 
 class Change(StrEnum):

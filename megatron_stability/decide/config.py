@@ -36,7 +36,7 @@ class Rule(Section):
     )
     steps: int | None = Field(None, ge=1, description="scale_lr, scale_weight_decay, rewind: for this many steps")
     generations: int | None = Field(None, ge=1, description="rewind: complete checkpoints to go back, first attempt")
-    skip_steps: int | None = Field(None, ge=1, description="rewind: steps up to the incident whose data is skipped")
+    skip_steps: int | None = Field(None, ge=1, description="rewind: steps up to the onset whose data is skipped")
     level: bool = Field(False, description="rewind: what recurs at the same samples is taken as a level, and applied")
 
     @property

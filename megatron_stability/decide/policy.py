@@ -6,7 +6,9 @@ fault which an action can't cure ends in a HALT instead of a run that stands sti
     SKIP                  too many in a row or in 1000 steps -> `when_exhausted`
     REWIND                one more than `max_rewinds` -> HALT; each attempt goes one generation further back, with the
                           rule's next `later_factors`, or half the learning-rate factor of the one before; a
-                          continuation that fails the repair gate is the next attempt. With `level`, what comes back at
+                          continuation that fails the repair gate is the next attempt. What is left out, before which
+                          the checkpoint lies, reaches `skip_steps` back from the onset that the verdicts know of, for
+                          a slow divergence is certain long after it began. With `level`, what comes back at
                           the samples of the last such rewind is the data's own level: it is applied
     SCALE_LR, SCALE_WD    not again within `cooldown_steps`
     any                   for `probation_steps` afterwards tiers up to LARGE count one higher, but never towards a skip,
@@ -87,14 +89,15 @@ class TablePolicy:
         advised, reason, parameters = Action.APPLY, "no finding", dict[str, float]()
         rule, verdict = self._worst(record, verdicts) if verdicts else (None, None)
         if rule is not None and verdict is not None:
-            advised, reason, parameters = self._take(rule, _because(verdict), record)
+            advised, reason, parameters = self._take(rule, _because(verdict), record, self._onset(rule, verdicts))
         elif verdicts:
             worst = max(verdicts, key=lambda verdict: verdict.tier.severity)
             reason = f"advice only: {_because(worst)}"
         if failed is not None:
             verdicts = [*verdicts, failed]
             if advised.precedence < Action.REWIND.precedence:
-                advised, reason, parameters = self._rewind(self._plain(), _because(failed))
+                plain = self._plain().model_copy(update={"skip_steps": 1})  # the continuation, and no more
+                advised, reason, parameters = self._rewind(plain, _because(failed), record, failed.onset)
         action = advised if self.mode == "act" else Action.APPLY
         if action is not advised:
             reason = f"observe mode, would {advised.replace('_', ' ')}: {reason}"
@@ -144,7 +147,12 @@ class TablePolicy:
         ticks = self._raised.get(name, {})
         return any(Tier(t).severity >= tier.severity and self._settled - at < within for t, at in ticks.items())
 
-    def _take(self, rule: Rule, reason: str, record: StepRecord) -> tuple[Action, str, dict[str, float]]:
+    def _onset(self, rule: Rule, verdicts: Sequence[Verdict]) -> int:
+        """The earliest step at which what a rule acts on may have begun; 0 where no verdict of its detectors says."""
+        told = [each.onset for each in verdicts if rule.detector == "*" or each.detector in rule.names]
+        return min((onset for onset in told if onset), default=0)
+
+    def _take(self, rule: Rule, reason: str, record: StepRecord, onset: int) -> tuple[Action, str, dict[str, float]]:
         """A rule's action within the budgets."""
         if rule.action is Action.SKIP:
             if record.overflow and not record.nonfinite_losses:
@@ -155,11 +163,12 @@ class TablePolicy:
             reason = f"{exhausted}; last: {reason}"
             if self.config.when_exhausted == "halt":
                 return Action.HALT, reason, {}
-            return self._rewind(self._plain(), reason)
+            streak = record.step - self._consecutive
+            return self._rewind(self._plain(), reason, record, min(onset or streak, streak))
         if rule.action is Action.REWIND:
             if rule.level and self._recurs(record):
                 return Action.APPLY, f"came back at the same samples, so it is taken as a level: {reason}", {LEVEL: 1.0}
-            return self._rewind(rule, reason)
+            return self._rewind(rule, reason, record, onset)
         if rule.action in SCALES and rule.factor is not None and rule.steps is not None:
             since = self._settled - self._acted.get(rule.action, -self.config.cooldown_steps - 1)
             if since <= self.config.cooldown_steps:
@@ -178,13 +187,14 @@ class TablePolicy:
         skip_steps = self.config.rewind_skip_steps
         return Rule(detector="*", tier=Tier.WATCH, action=Action.REWIND, generations=1, skip_steps=skip_steps)
 
-    def _rewind(self, rule: Rule, reason: str) -> tuple[Action, str, dict[str, float]]:
+    def _rewind(self, rule: Rule, reason: str, record: StepRecord, onset: int) -> tuple[Action, str, dict[str, float]]:
+        """A rewind, from which `skip_steps` steps up to the onset are left out and all that came after it."""
         attempt = self._rewinds
         if attempt >= self.config.max_rewinds:
             return Action.HALT, f"{attempt} rewinds were not enough; last: {reason}", {}
         parameters = {
             "generations": float((rule.generations or 1) + attempt),
-            "skip_steps": float(rule.skip_steps or 1),
+            "skip_steps": float((rule.skip_steps or 1) + (record.step - onset if 0 < onset <= record.step else 0)),
             "attempt": attempt + 1.0,
         }
         if rule.factor is not None and rule.steps is not None:

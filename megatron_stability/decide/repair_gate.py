@@ -45,7 +45,8 @@ class RepairGate:
         self.seen: dict[str, Window] = {}
         self.steps = 0
         self.places = Window(HISTORY)  # step numbers of the healthy past
-        self.begins = 0  # first step that is compared
+        self.begins = 0  # first step that may be compared
+        self.first = 0  # first step that was
 
     def inspect(self, record: StepRecord) -> Verdict | None:
         """A verdict at the end of a continuation that is worse; changes nothing."""
@@ -63,7 +64,13 @@ class RepairGate:
             if mean > limit:
                 reason = f"{self.steps + 1} steps after the rewind, {name} is {mean:.4g}, above {limit:.4g}"
                 return Verdict(
-                    detector=self.name, tier=Tier.LARGE, step=record.step, value=mean, threshold=limit, reason=reason
+                    detector=self.name,
+                    tier=Tier.LARGE,
+                    step=record.step,
+                    value=mean,
+                    threshold=limit,
+                    reason=reason,
+                    onset=self.first,
                 )
         return None
 
@@ -93,6 +100,8 @@ class RepairGate:
         if record.step < self.begins:
             return
         self._push(self.seen, now, self.config.steps)
+        if self.steps == 0:
+            self.first = record.step
         self.steps += 1
         if self.steps >= self.config.steps:
             self.open()
@@ -115,6 +124,7 @@ class RepairGate:
             "steps": self.steps,
             "places": self.places.state_dict(),
             "begins": self.begins,
+            "first": self.first,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -130,5 +140,6 @@ class RepairGate:
         target = state["target"]
         self.target = None if target is None else {str(name): float(value) for name, value in target.items()}
         self.steps, self.begins, self.places = int(state["steps"]), int(state.get("begins", 0)), Window(HISTORY)
+        self.first = int(state.get("first", 0))  # absent: older
         if "places" in state:  # absent: older
             self.places.load_state_dict(state["places"])

@@ -91,6 +91,7 @@ class BaselineDetector(ABC):
         self.relearn_after = relearn_after
         self.persistence = persistence
         self.run = 0  # suspicious finite values in a row
+        self.since = 0  # the step of the first of them
         self._judged: StepRecord | None = None  # what `find` remembers: no state
         self._value: float | None = None
         self._finding: Finding | None = None
@@ -123,6 +124,10 @@ class BaselineDetector(ABC):
         """Accepted values that are still to come before it can speak; 0 where it can."""
         return 0
 
+    def onset(self) -> int:
+        """The step at which what the row shows may have begun; 0 without a row."""
+        return self.since if self.run else 0
+
     def suspect(self, value: float, record: StepRecord) -> None:
         """Told of a value that stays out of the baseline, unless the baseline starts anew with it."""
         del value, record
@@ -141,7 +146,15 @@ class BaselineDetector(ABC):
         reason, threshold = finding.reason, finding.threshold
         if shift:
             reason += f"; level shift: {self.relearn_after} flags in a row, the baseline starts anew"
-        return Verdict(detector=self.name, tier=tier, step=step, value=self._value, threshold=threshold, reason=reason)
+        return Verdict(
+            detector=self.name,
+            tier=tier,
+            step=step,
+            value=self._value,
+            threshold=threshold,
+            reason=reason,
+            onset=self.onset(),
+        )
 
     def learn(self, record: StepRecord, applied: bool) -> None:
         """See `Detector.learn`."""
@@ -155,6 +168,8 @@ class BaselineDetector(ABC):
             if applied:
                 self.accept(value, record)
             return
+        if self.run == 0:
+            self.since = record.step
         self.run += 1
         if self.run >= self.relearn_after:
             self.run = 0
@@ -164,18 +179,18 @@ class BaselineDetector(ABC):
 
     def reset(self) -> None:
         """See `Detector.reset`."""
-        self.run = 0
+        self.run = self.since = 0
         self._judged = None
         self.clear()
 
     def state_dict(self) -> dict[str, Any]:
         """See `Detector.state_dict`."""
-        return {"run": self.run, **self.baseline()}
+        return {"run": self.run, "since": self.since, **self.baseline()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """See `Detector.load_state_dict`."""
         self.reset()
-        self.run = int(state["run"])
+        self.run, self.since = int(state["run"]), int(state.get("since", 0))  # absent: older
         self.load_baseline(state)
 
     def _find(self, record: StepRecord) -> Finding | None:

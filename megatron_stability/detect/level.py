@@ -26,7 +26,8 @@ class LossDivergence(BaselineDetector):
     above, if within the row the gradient norm was above `amplified` times its own median. Either way by at least SIGMAS
     standard deviations (by the scatter within the blocks), and not while it falls: the median of the last HALF losses
     must for LOOKS steps in a row have been no more than BACK of the rise below that of the HALF before. Most spikes
-    heal. A withheld step counts as any other, for its loss was measured before.
+    heal. A withheld step counts as any other, for its loss was measured before. It may have begun right after the last
+    loss that was no higher than the level: a slow one takes long to rise by `nats`.
     """
 
     name = "loss_divergence"
@@ -43,6 +44,7 @@ class LossDivergence(BaselineDetector):
         self.row: deque[float] = deque(maxlen=2 * HALF)  # the last losses of the row
         self.held = 0  # looks in a row at which the loss did not come back
         self.amplified = False
+        self.well = 0  # the last step whose loss was no higher than the level
 
     def value(self, record: StepRecord) -> float | None:
         """The loss in nats a token."""
@@ -69,6 +71,11 @@ class LossDivergence(BaselineDetector):
         """See `BaselineDetector`."""
         return max(max(self.config.warmup_steps, BLOCK) - BLOCK * len(self.medians) - len(self.part), 0)
 
+    def onset(self) -> int:
+        """See the class."""
+        since = super().onset()
+        return min(since, self.well + 1) if self.well else since
+
     def _amplifies(self, record: StepRecord) -> bool:
         return record.grad_norm > self.config.amplified * self.usual > 0
 
@@ -89,6 +96,8 @@ class LossDivergence(BaselineDetector):
 
     def accept(self, value: float, record: StepRecord) -> None:
         """Loss and norm into the baseline; the row is over."""
+        if value <= self.level:
+            self.well = record.step
         self.part.append(value)
         if len(self.part) == BLOCK:
             median = sorted(self.part)[BLOCK // 2]
@@ -120,6 +129,7 @@ class LossDivergence(BaselineDetector):
         for blocks in (self.norms, self.medians, self.scatter):
             blocks.clear()
         self.part, self.norm_part = [], []
+        self.well = 0
         self._measure()
         self._over()
 
@@ -128,7 +138,7 @@ class LossDivergence(BaselineDetector):
         lists = {
             name: list(getattr(self, name)) for name in ("part", "medians", "scatter", "norm_part", "norms", "row")
         }
-        return {**lists, "held": self.held, "amplified": self.amplified}
+        return {**lists, "held": self.held, "amplified": self.amplified, "well": self.well}
 
     def load_baseline(self, state: dict[str, Any]) -> None:
         """The inverse."""
@@ -139,4 +149,5 @@ class LossDivergence(BaselineDetector):
         self.scatter.extend(float(value) for value in state["scatter"])
         self.row.extend(float(value) for value in state["row"])
         self.held, self.amplified = int(state["held"]), bool(state["amplified"])
+        self.well = int(state.get("well", 0))  # absent: older
         self._measure()
