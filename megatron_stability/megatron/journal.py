@@ -82,7 +82,7 @@ class Journal:
         return None
 
     def train_begins(self, episodes: Grouping) -> None:
-        """Once nothing refuses the start any more: the writers and the heartbeat, last of the sinks, and what the log says first."""
+        """Once nothing refuses the start: writers and heartbeat, the last of the sinks, and what the log says first."""
         shown = self._config.record.tensorboard, self._config.observe.attention.head_curves
         self._writers = MegatronWriters(self._host, episodes, *shown)
         self.sinks.append(self._writers)
