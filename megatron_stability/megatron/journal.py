@@ -21,6 +21,7 @@ from megatron_stability.megatron.run_info import bundle_context, opening, run_in
 from megatron_stability.megatron.writers import MegatronWriters
 from megatron_stability.pipeline import Grouping, Sink
 from megatron_stability.records import AttentionTable
+from megatron_stability.watch import heartbeat
 
 
 class Journal:
@@ -81,10 +82,12 @@ class Journal:
         return None
 
     def train_begins(self, episodes: Grouping) -> None:
-        """Once nothing refuses the start any more: the writers, last of the sinks, and what the log says first."""
+        """Once nothing refuses the start: writers and heartbeat, the last of the sinks, and what the log says first."""
         shown = self._config.record.tensorboard, self._config.observe.attention.head_curves
         self._writers = MegatronWriters(self._host, episodes, *shown)
         self.sinks.append(self._writers)
+        seconds = self._config.record.heartbeat_seconds
+        self.sinks += heartbeat.of_node(self.folder, int(self._args.rank), self._args.local_rank, seconds)
         for line in opening(self._config, self.folder):
             print_rank_last(said(f"> megatron-stability: {line}"))
 
@@ -120,3 +123,4 @@ class Journal:
         if self._ledger is not None:
             self._ledger.close()
             self._ledger = None
+        heartbeat.close(self.sinks)
