@@ -64,7 +64,8 @@ def _works() -> Iterator[str]:
     yield "## Works, as a test shows\n"
     yield (
         "Real runs of a small model on CPUs: a step withheld, a rewind, a resume from a verified checkpoint with this "
-        "flag. Files under `tests/drills` are run by hand, their cases by name. An empty cell: no test has this flag there.\n"
+        "flag. Files under `tests/drills` are run by hand, their cases by name. An empty cell: no test has this flag "
+        "there.\n"
     )
     yield "| Flag | Skip | Rewind | Verified resume |"
     yield "|---|---|---|---|"
