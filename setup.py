@@ -101,7 +101,7 @@ setup(
         "te": ["transformer-engine[pytorch]>=2.9", "nvdlfw-inspect>=0.2.2"],
         "modelopt": ["nvidia-modelopt>=0.47"],
         "report": REPORT,
-        "alerts": ["apprise"],
+        "alerts": ["apprise>=1.9", "prometheus-client>=0.21"],
         "audit": ["charset-normalizer>=3", "pyarrow>=17", "rensa>=0.3"],
         "tokenizers": ["tokenizers>=0.21", "sentencepiece>=0.2"],
     },

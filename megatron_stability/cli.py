@@ -56,6 +56,7 @@ COMMANDS = (
     Command(
         "compare", "megatron_stability.fp8_compare.command", "run", "an FP8 run against its BF16 control, with a gate"
     ),
+    Command("watch", "megatron_stability.watch.command", "run", "see runs from outside, and tell people"),
     Command("incident", "megatron_stability.explain.incident_command", "run", "what happened at a step, on one page"),
     Command("sample", "megatron_stability.explain.incident_command", "sample", "what stands in a sample, who read it"),
     Command(

@@ -50,6 +50,7 @@ class Record(Section):
     max_bundles: int = Field(100, ge=0, description="incident bundles kept, the latest; 0: none is written")
     max_bundle_mb: float = Field(64.0, gt=0, description="MB (1e6 bytes) of one bundle; what exceeds it is left out")
     batch: bool = Field(True, description="a bundle holds the step's tokens, sample indexes and generators")
+    heartbeat_seconds: float = Field(10.0, ge=0, description="between heartbeats of a node; below 10 it is 10; 0: none")
     tensorboard: bool = Field(True, description="write scalars through Megatron's own writers")
 
 

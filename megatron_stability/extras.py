@@ -30,6 +30,8 @@ EXTRAS: Final[Mapping[str, str]] = MappingProxyType(
         "charset_normalizer": "audit",
         "pyarrow": "audit",
         "rensa": "audit",
+        "apprise": "alerts",
+        "prometheus_client": "alerts",
     }
 )
 

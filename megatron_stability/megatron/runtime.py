@@ -48,6 +48,7 @@ from megatron_stability.megatron.writers import MegatronWriters
 from megatron_stability.observe.reduction import LocalSignals, Reduction, chained
 from megatron_stability.pipeline import Pipeline, Sink
 from megatron_stability.records import Action, Decision, StepRecord
+from megatron_stability.watch import heartbeat
 
 STATE_KEY = "megatron_stability"
 SCALED = {Action.SCALE_LR: "lr", Action.SCALE_WEIGHT_DECAY: "weight_decay"}
@@ -139,13 +140,8 @@ class Runtime:
         group, self.model, self.optimizer = dist.group.WORLD, model, optimizer
         complaint = install_digest.missing_names() or self._make_hooks(device) or self._open_ledger()
         install_digest.compare(group, self.config, complaint)
-        self.rewinds.train_begins(
-            (model, optimizer, opt_param_scheduler),
-            self.ledger_folder(),
-            self._saved.get("pass_over"),
-            self._pipeline.policy,
-            self._scales,
-        )
+        parts, passed = (model, optimizer, opt_param_scheduler), self._saved.get("pass_over")
+        self.rewinds.train_begins(parts, self.ledger_folder(), passed, self._pipeline.policy, self._scales)
         for hook in self._weight_hooks:
             hook.train_begins()
         extra = {name: how for hook in self._weight_hooks for name, how in hook.signals.items()}
@@ -157,6 +153,8 @@ class Runtime:
         shown = self.config.record.tensorboard, self.config.observe.attention.head_curves
         self._writers = MegatronWriters(self.host, self._pipeline.episodes, *shown)
         self.sinks.append(self._writers)
+        seconds = self.config.record.heartbeat_seconds
+        self.sinks += heartbeat.of_node(self.ledger_folder(), self.rank, self._args.local_rank, seconds)
         for line in opening(self.config, self.ledger_folder()):
             print_rank_last(said(f"> megatron-stability: {line}"))
 
@@ -218,6 +216,7 @@ class Runtime:
         if self._ledger is not None:
             self._ledger.close()
             self._ledger = None
+        heartbeat.close(self.sinks)
 
     # --- one step ---------------------------------------------------------------------------------------------
 

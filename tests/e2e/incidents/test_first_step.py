@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import socket
 from pathlib import Path
 
 import pytest
 
 from megatron_stability.errors import EXIT_HALTED
+from megatron_stability.watch.heartbeat import beats
 from tests.dist.pool import Context, Pool
 from tests.e2e import artifacts, jobs
 from tests.e2e.conftest import RELEASES
@@ -48,6 +50,8 @@ def test_a_save_after_a_first_step_that_was_skipped(
     lines = (tmp_path / f"log.{world - 1}").read_text().splitlines()
     steps = [line for line in lines if " iteration " in line and "consumed samples" in line]
     assert ["lm loss" in line for line in steps] == [False, True, True, True], "a skipped step has no loss to log"
+    (beat,) = beats(tmp_path / "whole" / "stability").values()
+    assert (beat.node, beat.step, beat.state) == (socket.gethostname(), 4, "ended")
     again = (*ACT, *flags, "--load", str(tmp_path / "whole"), "--ckpt-step", "1", "--save", str(tmp_path / "again"))
     assert [code for code, _ in pool.run(jobs.train, again, world=world, timeout=120)] == [0] * world
     one, other = (jobs.read_checkpoint(pool, tmp_path / name, 4) for name in ("whole", "again"))

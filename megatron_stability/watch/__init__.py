@@ -1,0 +1,1 @@
+"""A run seen from outside of it: a process of its own, in no collective, that tells people."""
