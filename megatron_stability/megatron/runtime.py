@@ -209,6 +209,7 @@ class Runtime:
     def close(self) -> None:
         """Wait for a checkpoint that is being completed, let go of the data, and close the ledger."""
         self.checkpoints.close()
+        self.rewinds.ended()
         self.rewinds.data.close()
         if self._writers is not None:
             self._writers.close()

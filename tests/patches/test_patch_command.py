@@ -42,6 +42,18 @@ def test_exit_codes_follow_the_state_of_the_tree(root, patches, capsys):
     assert codes() == (2, 2)
 
 
+def test_each_action_says_whether_it_changed_a_file(root, patches, capsys):
+    def said(*argv: str) -> str:
+        command(root, patches, *argv)
+        return capsys.readouterr().out
+
+    assert "status: nothing was changed\n" in said("status")
+    assert f"apply: {len(PATCHED)} files were changed\n" in said("apply")
+    assert "apply: nothing was changed, for it is so already\n" in said("apply")
+    assert json.loads(said("revert", "--json"))["changed"] == len(PATCHED)
+    assert "revert: nothing was changed, for it is so already\n" in said("revert")
+
+
 def test_check_writes_nothing(root, patches):
     command(root, patches, "check")
     assert (root / "megatron/core/second.py").read_text() == STOCK["megatron/core/second.py"]

@@ -6,6 +6,7 @@ import argparse
 import json
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,22 @@ example:
 """
 
 
+@dataclass(frozen=True)
+class Did:
+    """What an action did to the files."""
+
+    action: str
+    changed: int  # files
+
+    @property
+    def sentence(self) -> str:
+        """For the terminal."""
+        if self.changed:
+            return f"{self.action}: {self.changed} files were changed"
+        why = ", for it is so already" * (self.action in ("apply", "revert"))
+        return f"{self.action}: nothing was changed{why}"
+
+
 def run(argv: Sequence[str], patches: Path | None = None) -> int:
     """Runs the subcommand and prints its result, or one sentence on standard error.
 
@@ -43,14 +60,14 @@ def run(argv: Sequence[str], patches: Path | None = None) -> int:
         root = installed_root() if args.target is None else args.target
         if args.action == "check" and patches is None:
             return _check(root, args.json, args.diff)
-        tree, code = _act(args.action, root, patches)
+        tree, code, did = _act(args.action, root, patches)
     except UsageError as error:
         print(f"megatron-stability patch: {error}", file=sys.stderr)
         return error.exit_code
     if args.json:
-        print(json.dumps(_as_json(tree), indent=2))
+        print(json.dumps(_as_json(tree) | {"changed": did.changed}, indent=2))
     else:
-        print(_as_text(tree))
+        print(_as_text(tree, did))
     return code
 
 
@@ -109,15 +126,15 @@ def _why(row: Row) -> Iterator[str]:
         yield f"      there stands: {row.there}"
 
 
-def _act(action: str, root: Path, patches: Path | None) -> tuple[Tree, int]:
-    """The tree after the action, and the exit code."""
-    if action == "apply":
-        on_disk.apply(root, patches)
-    elif action == "revert":
-        on_disk.revert(root, patches)
+def _act(action: str, root: Path, patches: Path | None) -> tuple[Tree, int, Did]:
+    """The tree after the action, the exit code, and what was done."""
+    did = Did(action, 0)
+    if action in ("apply", "revert"):
+        found = on_disk.apply(root, patches) if action == "apply" else on_disk.revert(root, patches)
+        did = Did(action, sum(file.applied is (action == "revert") for file in found.files))
     tree = read_tree(root, patches)
     findings = {"check": {State.HALF_APPLIED}, "status": {State.NOT_APPLIED, State.HALF_APPLIED}}
-    return tree, EXIT_FINDING if tree.state in findings.get(action, set()) else EXIT_FINE
+    return tree, EXIT_FINDING if tree.state in findings.get(action, set()) else EXIT_FINE, did
 
 
 def _as_json(tree: Tree) -> dict[str, Any]:
@@ -144,11 +161,12 @@ def _as_json(tree: Tree) -> dict[str, Any]:
     }
 
 
-def _as_text(tree: Tree) -> str:
+def _as_text(tree: Tree, did: Did) -> str:
     state = str(tree.state).replace("_", " ")
     lines = [
         f"{tree.root}: {tree.said}, patches for {tree.patch_set.version} {state}",
         f"digest {tree.patch_set.digest}",
+        did.sentence,
     ]
     lines += [f"  {patch.name}: {patch.what}" for patch in tree.patch_set.patches]
     if tree.state is State.HALF_APPLIED:

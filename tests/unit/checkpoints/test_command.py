@@ -54,8 +54,21 @@ def test_a_wrong_tracker_is_a_finding_and_repaired(root: Path, capsys: pytest.Ca
     (root / generations.TRACKER).write_text("garbage")
     assert run(capsys, "list", root)[0] == 1
     code, document = run(capsys, "repair-tracker", root)
-    assert (code, document) == (1, {"before": "garbage", "now": 10, "changed": True})
+    assert (code, document) == (0, {"before": "garbage", "now": 10, "changed": True})  # it did what was asked
     assert run(capsys, "repair-tracker", root)[0] == 0
+
+
+def test_suspect_says_what_it_did(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.run(["suspect", str(root / "iter_0000010"), "--reason", "x"]) == 0
+    assert capsys.readouterr().out == "iter_0000010 is suspect: it is kept, and no resume takes it\n"
+
+
+def test_rows_are_whole_in_a_pipe(root: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
+    why = "the loss rose " * 20
+    command.run(["suspect", str(root / "iter_0000010"), "--reason", why])
+    command.run(["list", str(root)])
+    assert why.strip() in capsys.readouterr().out
 
 
 def test_suspect_is_passed_over(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
