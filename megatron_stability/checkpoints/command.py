@@ -36,7 +36,7 @@ def run(argv: Sequence[str]) -> int:
         argv: the arguments after it.
 
     Returns:
-        0; 1 where a checkpoint is corrupt or incomplete, the tracker is found wrong or a drill failed.
+        0; 1 where a checkpoint is corrupt or incomplete, `list` finds a wrong tracker or a drill failed.
 
     Raises:
         UsageError: a folder that isn't there, holds no checkpoint, or can't be read or written.
@@ -232,8 +232,10 @@ def _suspect(options: argparse.Namespace) -> int:
     generations.mark_suspect(each.folder, options.reason)
     if options.json:
         _dump(_record(generations.generation(options.folder)))
-    else:
-        terminal.console().print(f"{each.folder.name} is suspect: it is kept, and no resume takes it", markup=False)
+        return EXIT_FINE
+    good = generations.newest_good(each.folder.parent)
+    then = "no other is complete: a resume is refused" if good is None else f"a resume takes step {good.step} now"
+    terminal.console().print(f"{each.folder.name} is kept as evidence, suspect: {options.reason}; {then}", markup=False)
     return EXIT_FINE
 
 

@@ -6,7 +6,6 @@ import argparse
 import json
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,22 +28,6 @@ example:
 """
 
 
-@dataclass(frozen=True)
-class Did:
-    """What an action did to the files."""
-
-    action: str
-    changed: int  # files
-
-    @property
-    def sentence(self) -> str:
-        """For the terminal."""
-        if self.changed:
-            return f"{self.action}: {self.changed} files were changed"
-        why = ", for it is so already" * (self.action in ("apply", "revert"))
-        return f"{self.action}: nothing was changed{why}"
-
-
 def run(argv: Sequence[str], patches: Path | None = None) -> int:
     """Runs the subcommand and prints its result, or one sentence on standard error.
 
@@ -60,14 +43,16 @@ def run(argv: Sequence[str], patches: Path | None = None) -> int:
         root = installed_root() if args.target is None else args.target
         if args.action == "check" and patches is None:
             return _check(root, args.json, args.diff)
-        tree, code, did = _act(args.action, root, patches)
+        tree, code, changed = _act(args.action, root, patches)
     except UsageError as error:
         print(f"megatron-stability patch: {error}", file=sys.stderr)
         return error.exit_code
     if args.json:
-        print(json.dumps(_as_json(tree) | {"changed": did.changed}, indent=2))
+        print(json.dumps(_as_json(tree) | {"changed": changed}, indent=2))
     else:
-        print(_as_text(tree, did))
+        print(_as_text(tree))
+        if args.action in ("apply", "revert"):
+            print(f"{args.action}: {len(changed)} files changed" if changed else f"{args.action}: nothing to do")
     return code
 
 
@@ -126,15 +111,18 @@ def _why(row: Row) -> Iterator[str]:
         yield f"      there stands: {row.there}"
 
 
-def _act(action: str, root: Path, patches: Path | None) -> tuple[Tree, int, Did]:
-    """The tree after the action, the exit code, and what was done."""
-    did = Did(action, 0)
-    if action in ("apply", "revert"):
-        found = on_disk.apply(root, patches) if action == "apply" else on_disk.revert(root, patches)
-        did = Did(action, sum(file.applied is (action == "revert") for file in found.files))
+def _act(action: str, root: Path, patches: Path | None) -> tuple[Tree, int, list[str]]:
+    """The tree after the action, the exit code, and the files that it changed."""
+    before = read_tree(root, patches)
+    if action == "apply":
+        on_disk.apply(root, patches)
+    elif action == "revert":
+        on_disk.revert(root, patches)
     tree = read_tree(root, patches)
     findings = {"check": {State.HALF_APPLIED}, "status": {State.NOT_APPLIED, State.HALF_APPLIED}}
-    return tree, EXIT_FINDING if tree.state in findings.get(action, set()) else EXIT_FINE, did
+    was = {file.path: file.applied for file in before.files}
+    changed = [file.path for file in tree.files if file.applied != was.get(file.path)]
+    return tree, EXIT_FINDING if tree.state in findings.get(action, set()) else EXIT_FINE, changed
 
 
 def _as_json(tree: Tree) -> dict[str, Any]:
@@ -161,12 +149,11 @@ def _as_json(tree: Tree) -> dict[str, Any]:
     }
 
 
-def _as_text(tree: Tree, did: Did) -> str:
+def _as_text(tree: Tree) -> str:
     state = str(tree.state).replace("_", " ")
     lines = [
         f"{tree.root}: {tree.said}, patches for {tree.patch_set.version} {state}",
         f"digest {tree.patch_set.digest}",
-        did.sentence,
     ]
     lines += [f"  {patch.name}: {patch.what}" for patch in tree.patch_set.patches]
     if tree.state is State.HALF_APPLIED:

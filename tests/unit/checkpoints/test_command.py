@@ -54,13 +54,15 @@ def test_a_wrong_tracker_is_a_finding_and_repaired(root: Path, capsys: pytest.Ca
     (root / generations.TRACKER).write_text("garbage")
     assert run(capsys, "list", root)[0] == 1
     code, document = run(capsys, "repair-tracker", root)
-    assert (code, document) == (0, {"before": "garbage", "now": 10, "changed": True})  # it did what was asked
+    assert (code, document) == (0, {"before": "garbage", "now": 10, "changed": True})
     assert run(capsys, "repair-tracker", root)[0] == 0
 
 
-def test_suspect_says_what_it_did(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert command.run(["suspect", str(root / "iter_0000010"), "--reason", "x"]) == 0
-    assert capsys.readouterr().out == "iter_0000010 is suspect: it is kept, and no resume takes it\n"
+def test_suspect_says_what_a_resume_takes(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.run(["suspect", str(root / "iter_0000010"), "--reason", "loss rose"]) == 0
+    assert "suspect: loss rose; a resume takes step 5 now" in " ".join(capsys.readouterr().out.split())
+    assert command.run(["suspect", str(root / "iter_0000005"), "--reason", "it too"]) == 0
+    assert "no other is complete: a resume is refused" in " ".join(capsys.readouterr().out.split())
 
 
 def test_rows_are_whole_in_a_pipe(root: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
