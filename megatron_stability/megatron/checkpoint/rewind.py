@@ -31,6 +31,7 @@ from megatron_stability.config import StabilityConfig
 from megatron_stability.errors import EXIT_HALTED, EXIT_REWIND, HaltedError, UsageError
 from megatron_stability.megatron.access import collectives, rank_state
 from megatron_stability.megatron.access.data_iterators import draw
+from megatron_stability.megatron.access.flags.argument_table import argument
 from megatron_stability.megatron.checkpoint import snapshot
 from megatron_stability.megatron.checkpoint.checkpoints import Checkpoints
 from megatron_stability.megatron.checkpoint.snapshot import Snapshot
@@ -68,7 +69,7 @@ class Rewinds:
             HaltedError: on every rank alike; `--ckpt-step` tries all the same.
         """
         found: RunState | None = collectives.from_rank_0(lambda: run_state.read(folder))
-        if found is None or found.status != "halt" or found.attempt is None or getattr(self._args, "ckpt_step", None):
+        if found is None or found.status != "halt" or found.attempt is None or argument(self._args, "ckpt_step"):
             return
         if found.attempt.place == self._checkpoints.trajectory.loads and found.attempt.starts >= MAX_STARTS:
             step = found.attempt.place.step
@@ -177,7 +178,7 @@ class Rewinds:
     def ended(self) -> None:
         """As the process ends, by itself or by an error. Not collective: rank 0 alone writes, if it can."""
         error = sys.exception() or getattr(sys, "last_exc", None)  # in flight, or already printed at exit
-        state = run_state.at_the_end(self._state, self._last, getattr(self._args, "train_iters", None), error)
+        state = run_state.at_the_end(self._state, self._last, argument(self._args, "train_iters"), error)
         if state is not self._state and self._args.rank == 0:
             run_state.write(self._folder, state)
 
