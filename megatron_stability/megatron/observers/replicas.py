@@ -28,17 +28,18 @@ from megatron_stability.config import StabilityConfig
 from megatron_stability.errors import UsageError
 from megatron_stability.megatron.access import rank_state
 from megatron_stability.megatron.access.flags import cuda_graphs
+from megatron_stability.megatron.access.flags.argument_table import argument, is_set
 from megatron_stability.megatron.access.optimizer_state import ForwardState
 from megatron_stability.observe.config import Replicas as Settings
 from megatron_stability.observe.fingerprint import digest
+from megatron_stability.observe.hook import Hook
 from megatron_stability.observe.reduction import How
 from megatron_stability.observe.wide import Replicas, fold
-from megatron_stability.records import StepRecord
 
 SEED = 20_240_117  # of the fixed micro-batch
 
 
-class ReplicaHook:
+class ReplicaHook(Hook):
     """Digests of this rank's weights and of what it computes."""
 
     def __init__(
@@ -62,7 +63,7 @@ class ReplicaHook:
 
     @property
     def signals(self) -> Mapping[str, How]:
-        """See `WeightHook`; known once training begins."""
+        """See `Hook`; known once training begins."""
         return self._signals
 
     def train_begins(self) -> None:
@@ -93,9 +94,6 @@ class ReplicaHook:
                 if kind in self._signals and tensors:
                     self._found[kind] = fold(digest(tensors))
         return self._found
-
-    def update_done(self, record: StepRecord, updated: bool) -> None:
-        """Nothing."""
 
 
 def saves_after(args: Namespace, step: int) -> bool:
@@ -178,12 +176,12 @@ def refuse_what_cannot_work(config: StabilityConfig, args: Namespace) -> None:
     for flag, active, why in (
         ("--context-parallel-size above 1", args.context_parallel_size > 1, "context ranks see different positions"),
         ("--expert-model-parallel-size above 1", args.expert_model_parallel_size > 1, "experts mix ranks' tokens"),
-        ("--mtp-num-layers", bool(getattr(args, "mtp_num_layers", None)), "MTP layers log what they see"),
-        ("--fp8-format", bool(getattr(args, "fp8", None)), "amax histories would take it in"),
+        ("--mtp-num-layers", is_set(args, "mtp_num_layers"), "MTP layers log what they see"),
+        ("--fp8-format", bool(argument(args, "fp8")), "amax histories would take it in"),
         ("fp8.emulate", config.fp8.emulate != "none", "amax histories would take it in"),
         (
             "--defer-embedding-wgrad-compute",
-            bool(getattr(args, "defer_embedding_wgrad_compute", False)),
+            is_set(args, "defer_embedding_wgrad_compute"),
             "it keeps activations back",
         ),
         (str(cuda_graphs.flag(args)), cuda_graphs.flag(args) is not None, "graphs are captured of the step"),
