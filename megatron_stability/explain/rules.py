@@ -104,7 +104,7 @@ CAUSES: Final[Mapping[str, Cause]] = {
         says="attention logits grew until the softmax was one-hot",
         prior=-2.0,
         next=("--stability-qk-clip-enabled true --stability-qk-clip-tau 30", "a QK-norm: --stability-model-qk-norm"),
-        prevents="QK-norm or QK-clip from the start",
+        prevents="QK-norm or QK-clip from the start; megatron-stability preflight -- COMMAND names what it lacks",
     ),
     "output_logits": Cause(
         kind=Class.NUMERICS,
