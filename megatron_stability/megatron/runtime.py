@@ -150,7 +150,7 @@ class Runtime:
         self._pipeline = self._pipeline.without(idle)
         detect.expected.allow(self._pipeline.detectors, self.checkpoints.allowed)
         self._forward_state = optimizer_state.ForwardState(model)
-        shown = self.config.record.tensorboard, self.config.observe.attention.head_curves
+        shown = self.config.record, self.config.model.z_loss
         self._writers = MegatronWriters(self.host, self._pipeline.episodes, *shown)
         self.sinks.append(self._writers)
         seconds = self.config.record.heartbeat_seconds

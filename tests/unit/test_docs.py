@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ci import flags_page, triage_page
+from ci import flags_page, tags_page, triage_page
 from megatron_stability import cli
 from megatron_stability.config import ALIASES, dest, flag, leaves
 
@@ -73,6 +73,10 @@ def test_the_page_of_flags_is_what_the_rows_say() -> None:
 
 def test_the_tables_of_triage_are_those_of_the_rules() -> None:
     assert triage_page.main("--check") == 0
+
+
+def test_the_page_of_tags_is_of_what_is_written() -> None:
+    assert tags_page.main("--check") == 0
 
 
 def test_the_fp8_page_says_what_its_figures_are() -> None:
