@@ -35,7 +35,7 @@ def run(argv: Sequence[str]) -> int:
         argv: the arguments after it.
 
     Returns:
-        0; 1 where a checkpoint is corrupt or incomplete, the tracker is wrong or a drill failed.
+        0; 1 where a checkpoint is corrupt or incomplete, `list` finds a wrong tracker or a drill failed.
 
     Raises:
         UsageError: a folder that isn't there, holds no checkpoint, or can't be read or written.
@@ -223,7 +223,7 @@ def _repair(options: argparse.Namespace) -> int:
     else:
         was = f"said {before!r} and names" if changed else "names"
         Console().print(f"{TRACKER} {was} step {now}, the newest complete, verified checkpoint", markup=False)
-    return EXIT_FINDING if changed else EXIT_FINE
+    return EXIT_FINE
 
 
 def _suspect(options: argparse.Namespace) -> int:
@@ -231,6 +231,10 @@ def _suspect(options: argparse.Namespace) -> int:
     generations.mark_suspect(each.folder, options.reason)
     if options.json:
         _dump(_record(generations.generation(options.folder)))
+        return EXIT_FINE
+    good = generations.newest_good(each.folder.parent)
+    then = "no other is complete: a resume is refused" if good is None else f"a resume takes step {good.step} now"
+    Console().print(f"{each.folder.name} is kept as evidence, suspect: {options.reason}; {then}", markup=False)
     return EXIT_FINE
 
 

@@ -48,6 +48,19 @@ def test_check_writes_nothing(root, patches):
     assert not (root / "megatron/core/seam.py").exists()
 
 
+def test_apply_and_revert_say_whether_they_changed_anything(root, patches, capsys):
+    for action, said in (
+        ("apply", "files changed"),
+        ("apply", "nothing to do"),
+        ("revert", "files changed"),
+        ("revert", "nothing to do"),
+    ):
+        assert command(root, patches, action) == 0
+        assert capsys.readouterr().out.splitlines()[-1].endswith(said)
+    assert command(root, patches, "apply", "--json") == 0
+    assert json.loads(capsys.readouterr().out)["changed"] == list(PATCHED)
+
+
 def test_json_tells_state_digest_files_and_headers(root, patches, capsys):
     assert command(root, patches, "apply", "--json") == 0
     told = json.loads(capsys.readouterr().out)

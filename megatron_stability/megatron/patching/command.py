@@ -43,14 +43,16 @@ def run(argv: Sequence[str], patches: Path | None = None) -> int:
         root = installed_root() if args.target is None else args.target
         if args.action == "check" and patches is None:
             return _check(root, args.json, args.diff)
-        tree, code = _act(args.action, root, patches)
+        tree, code, changed = _act(args.action, root, patches)
     except UsageError as error:
         print(f"megatron-stability patch: {error}", file=sys.stderr)
         return error.exit_code
     if args.json:
-        print(json.dumps(_as_json(tree), indent=2))
+        print(json.dumps(_as_json(tree) | {"changed": changed}, indent=2))
     else:
         print(_as_text(tree))
+        if args.action in ("apply", "revert"):
+            print(f"{args.action}: {len(changed)} files changed" if changed else f"{args.action}: nothing to do")
     return code
 
 
@@ -109,15 +111,18 @@ def _why(row: Row) -> Iterator[str]:
         yield f"      there stands: {row.there}"
 
 
-def _act(action: str, root: Path, patches: Path | None) -> tuple[Tree, int]:
-    """The tree after the action, and the exit code."""
+def _act(action: str, root: Path, patches: Path | None) -> tuple[Tree, int, list[str]]:
+    """The tree after the action, the exit code, and the files that it changed."""
+    before = read_tree(root, patches)
     if action == "apply":
         on_disk.apply(root, patches)
     elif action == "revert":
         on_disk.revert(root, patches)
     tree = read_tree(root, patches)
     findings = {"check": {State.HALF_APPLIED}, "status": {State.NOT_APPLIED, State.HALF_APPLIED}}
-    return tree, EXIT_FINDING if tree.state in findings.get(action, set()) else EXIT_FINE
+    was = {file.path: file.applied for file in before.files}
+    changed = [file.path for file in tree.files if file.applied != was.get(file.path)]
+    return tree, EXIT_FINDING if tree.state in findings.get(action, set()) else EXIT_FINE, changed
 
 
 def _as_json(tree: Tree) -> dict[str, Any]:

@@ -54,8 +54,15 @@ def test_a_wrong_tracker_is_a_finding_and_repaired(root: Path, capsys: pytest.Ca
     (root / generations.TRACKER).write_text("garbage")
     assert run(capsys, "list", root)[0] == 1
     code, document = run(capsys, "repair-tracker", root)
-    assert (code, document) == (1, {"before": "garbage", "now": 10, "changed": True})
+    assert (code, document) == (0, {"before": "garbage", "now": 10, "changed": True})
     assert run(capsys, "repair-tracker", root)[0] == 0
+
+
+def test_suspect_says_what_a_resume_takes(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.run(["suspect", str(root / "iter_0000010"), "--reason", "loss rose"]) == 0
+    assert "suspect: loss rose; a resume takes step 5 now" in " ".join(capsys.readouterr().out.split())
+    assert command.run(["suspect", str(root / "iter_0000005"), "--reason", "it too"]) == 0
+    assert "no other is complete: a resume is refused" in " ".join(capsys.readouterr().out.split())
 
 
 def test_suspect_is_passed_over(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
