@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from pathlib import Path
 
 import pytest
 
@@ -107,3 +108,17 @@ def test_nan_stays_nan() -> None:
         open_=0,
     )
     assert math.isnan(found["stability/step/loss"])
+
+
+def test_tensorboard_takes_the_layout(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
+    from torch.utils.tensorboard import SummaryWriter
+
+    with SummaryWriter(str(tmp_path)) as writer:
+        writer.add_custom_scalars(tags.layout())
+    events = EventAccumulator(str(tmp_path))
+    events.Reload()
+    (event,) = events.Tensors("custom_scalars__config__")
+    read = Layout.FromString(event.tensor_proto.string_val[0])
+    assert [chart.title for chart in read.category[0].chart] == list(tags.layout()["Stability"])
