@@ -49,7 +49,7 @@ def measure(hidden_size: int, steps: int, folder: str) -> list[tuple[bool, float
 
         def train_begins(self, *live: Any) -> None:
             super().train_begins(*live)
-            (hook,) = (each for each in self._weight_hooks if isinstance(each, Fp8Hook))
+            (hook,) = (each for each in self._hooks if isinstance(each, Fp8Hook))
             vars(hook)["observe"] = timed(hook.observe, dict)
             vars(hook)["update_done"] = timed(hook.update_done, lambda: None)
 

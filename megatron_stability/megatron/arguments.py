@@ -56,7 +56,7 @@ def install_runtime(args: Namespace) -> None:
     if config.fp8.inspect:  # before the model is built: TE's modules ask for nvdlfw-inspect as they are made
         from megatron_stability.transformer_engine import sampled
 
-        sampled.begin(config.fp8.sample_every, runtime.ledger_folder() / "nvdlfw_inspect" / f"rank{args.rank}")
+        sampled.begin(config.fp8.sample_every, runtime.journal.folder / "nvdlfw_inspect" / f"rank{args.rank}")
     handle.install(runtime)
 
 

@@ -24,6 +24,7 @@ import xxhash
 from megatron_stability.errors import UsageError
 from megatron_stability.observe.fp8 import samples as fp8_samples
 from megatron_stability.observe.fp8.telemetry import SIGNALS, AmaxHistory, binades, worst
+from megatron_stability.observe.hook import Hook
 from megatron_stability.records import StepRecord
 from megatron_stability.sites import TENSORS, Site
 from megatron_stability.transformer_engine import adapter, extra_state, sampled
@@ -65,8 +66,8 @@ class Run:
     speaks: bool
 
 
-class TransformerEngineHook:
-    """A `WeightHook` and `StatefulHook`: the signals of `observe.fp8` from TE's own state."""
+class TransformerEngineHook(Hook):
+    """A `Hook` with state: the signals of `observe.fp8` from TE's own state."""
 
     checkpoint_key = KEY
     signals = SIGNALS

@@ -151,7 +151,7 @@ def _probed_model(probe: Probe, *args: Any, **kwargs: Any) -> Any:
 
     runtime = handle.installed()
     assert runtime is not None, "a probe looks at the runtime: give a mode other than off"
-    if probe not in runtime.sinks:  # once, however many model chunks are built
-        runtime.sinks.append(probe)
+    if probe not in runtime.journal.sinks:  # once, however many model chunks are built
+        runtime.journal.sinks.append(probe)
         probe.begin(runtime)
     return pretrain_gpt.model_provider(*args, **kwargs)

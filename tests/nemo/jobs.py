@@ -142,7 +142,7 @@ def train(
     runtime = handle.installed()
     assert runtime is not None
     if probe is not None:
-        runtime.sinks.append(probe)
+        runtime.journal.sinks.append(probe)
         probe.begin(runtime)
     try:
         pretrain(container, attached.forward_step, callbacks=list(attached.callbacks))

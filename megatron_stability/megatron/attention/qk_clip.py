@@ -36,6 +36,7 @@ from megatron_stability.megatron.attention.attention_layers import AttentionLaye
 from megatron_stability.megatron.attention.monitor import AttentionMonitor, Maxima
 from megatron_stability.numerics import qk_clip
 from megatron_stability.observe.config import QKClip
+from megatron_stability.observe.hook import Hook
 from megatron_stability.observe.logit_growth import LogitGrowth
 from megatron_stability.records import AttentionTable, StepRecord
 from megatron_stability.signals import Combine, ways
@@ -130,8 +131,8 @@ class Clip:
             store()
 
 
-class AttentionHook:
-    """The runtime's weight hook for attention; see the module."""
+class AttentionHook(Hook):
+    """The `Hook` of attention; see the module."""
 
     def __init__(self, config: StabilityConfig, model: Sequence[Any], optimizer: Any, device: torch.device) -> None:
         """Finds the layers and installs the hooks.

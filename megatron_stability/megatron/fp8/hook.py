@@ -28,6 +28,7 @@ from megatron_stability.numerics.fp8.config import Fp8
 from megatron_stability.numerics.fp8.recipes import Recipe, delayed_update
 from megatron_stability.observe.fp8 import samples as fp8_samples
 from megatron_stability.observe.fp8.telemetry import SIGNALS, AmaxHistory, binades, worst
+from megatron_stability.observe.hook import Hook
 from megatron_stability.records import StepRecord
 from megatron_stability.sites import TENSORS, Site
 
@@ -49,8 +50,8 @@ def states(model: Sequence[Any]) -> list[tuple[Site, State]]:
     return found
 
 
-class Fp8Hook:
-    """A `WeightHook` for emulated FP8. All state stands in arenas, [.., n, 3] for n linears of this rank."""
+class Fp8Hook(Hook):
+    """A `Hook` for emulated FP8. All state stands in arenas, [.., n, 3] for n linears of this rank."""
 
     checkpoint_key = KEY
     signals = SIGNALS

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from megatron_stability.megatron.access import master_weights
 from megatron_stability.numerics import embedding_norm
+from megatron_stability.observe.hook import Hook
 from megatron_stability.signals import ways
 
 
@@ -27,7 +28,7 @@ def word_embeddings(model: Sequence[torch.nn.Module]) -> Iterator[torch.nn.Param
                 yield weight
 
 
-class EmbeddingClipHook:
+class EmbeddingClipHook(Hook):
     """Scales rows longer than the radius down to it, after each step that changed the weights.
 
     Norms are the fp32 master's; where that is cut over data-parallel ranks, their sums of squares are added up in one
@@ -44,12 +45,6 @@ class EmbeddingClipHook:
     def signals(self) -> Mapping[str, Any]:
         """Rows clipped after the step before this one, the most of any rank's shard."""
         return ways(("embedding/rows_clipped",))
-
-    def train_begins(self) -> None:
-        """Nothing."""
-
-    def step_begins(self, step: int) -> None:
-        """Nothing."""
 
     def observe(self) -> Mapping[str, torch.Tensor]:
         """This rank's number; a step's clip is made after its record, so the number is the step before's."""

@@ -22,12 +22,13 @@ from megatron_stability.act.pass_over import PassOver
 from megatron_stability.detect.data import AHEAD, BadBatch
 from megatron_stability.megatron.access.data_iterators import DataIterators
 from megatron_stability.observe.batch import SCORES, scores
+from megatron_stability.observe.hook import Hook
 from megatron_stability.pipeline import Pipeline
 from megatron_stability.records import Action, Decision, StepRecord
 from megatron_stability.signals import ways
 
 
-class BatchHook:
+class BatchHook(Hook):
     """The batches of this rank's first pipeline stage; nothing on other stages."""
 
     signals = ways((*SCORES, *AHEAD))
@@ -81,9 +82,6 @@ class BatchHook:
             )
         coming = [batch["tokens"] for batch in batches if "tokens" in batch]
         return [scores(tokens.to(self._device, non_blocking=True), self._ngram) for tokens in coming]
-
-    def update_done(self, record: StepRecord, updated: bool) -> None:
-        """Nothing."""
 
 
 def _tensors(batch: Mapping[str, Any]) -> list[torch.Tensor]:

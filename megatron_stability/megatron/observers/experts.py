@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from megatron.core.transformer.moe.router import Router
 
-from megatron_stability.records import StepRecord
+from megatron_stability.observe.hook import Hook
 from megatron_stability.signals import ways
 
 SIGNALS = ("moe/max_load", "moe/dropped", "moe/router_z")
@@ -55,7 +55,7 @@ class _Counts:
         return torch.stack([load, dropped, self.z / self.tokens])
 
 
-class MoeHook:
+class MoeHook(Hook):
     """The routers of this rank; see the module."""
 
     signals = ways(SIGNALS)
@@ -64,9 +64,6 @@ class MoeHook:
         """Installs the hooks. `every`: steps between two measurements; `model`: Megatron's list of model chunks."""
         self._every, self._due = every, False
         self._routers = [_Counts(module) for chunk in model for module in chunk.modules() if isinstance(module, Router)]
-
-    def train_begins(self) -> None:
-        """Nothing."""
 
     def step_begins(self, step: int) -> None:
         """Forget the step before; count where this one is due."""
@@ -79,6 +76,3 @@ class MoeHook:
         """The worst layer of this rank."""
         found = [worst for router in self._routers if (worst := router.worst()) is not None] if self._due else []
         return dict(zip(SIGNALS, torch.stack(found).amax(dim=0), strict=True)) if found else {}
-
-    def update_done(self, record: StepRecord, updated: bool) -> None:
-        """Nothing."""

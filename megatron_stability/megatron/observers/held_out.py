@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from megatron_stability.observe.hook import Hook
 from megatron_stability.observe.reduction import How
 from megatron_stability.records import StepRecord
 from megatron_stability.signals import HELD_OUT, SETS, ways
@@ -15,7 +16,7 @@ from megatron_stability.signals import HELD_OUT, SETS, ways
 ONLY = "validation"  # the name of the set where there is one
 
 
-class HeldOutHook:
+class HeldOutHook(Hook):
     """One signal a validation set. Only the last pipeline stage has the losses; they are equal on all its ranks."""
 
     def __init__(self, args: Namespace) -> None:
@@ -28,11 +29,8 @@ class HeldOutHook:
 
     @property
     def signals(self) -> Mapping[str, How]:
-        """See `WeightHook`."""
+        """See `Hook`."""
         return ways((HELD_OUT, *(SETS + name for name in self._names)))
-
-    def train_begins(self) -> None:
-        """Nothing."""
 
     def evaluated(self, suffix: str, losses: Mapping[str, torch.Tensor]) -> None:
         """Megatron evaluated a set.
@@ -44,9 +42,6 @@ class HeldOutHook:
         if losses:
             key = "lm loss" if "lm loss" in losses else next(iter(losses))
             self._losses[SETS + (suffix.removeprefix("-") or ONLY)] = losses[key].detach()
-
-    def step_begins(self, step: int) -> None:
-        """Nothing."""
 
     def observe(self) -> Mapping[str, Any]:
         """What was evaluated since the last step."""

@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 
 from megatron_stability.megatron.model.loss import HeadLoss
+from megatron_stability.observe.hook import Hook
 from megatron_stability.signals import ways
 
 
-class LogZHook:
-    """Brings log-Z into the StepRecord, as a weight hook (which changes no weight).
+class LogZHook(Hook):
+    """Brings log-Z into the StepRecord.
 
     Every rank of the last stage has the same numbers within its tensor-parallel group; other ranks have none. A
     data-parallel rank without a valid token has none either, so that its 0 weights nothing.
@@ -29,9 +30,6 @@ class LogZHook:
         """Sums over ranks; the means are made of them in `log_string`."""
         return ways(("log_z/weight", "log_z/sum", "log_z/square_sum", "log_z/max"))
 
-    def train_begins(self) -> None:
-        """Nothing."""
-
     def step_begins(self, step: int) -> None:
         """A new step's log-Z."""
         del step
@@ -44,9 +42,6 @@ class LogZHook:
         counted = (log_z.sums[0] != 0) & self._speaks
         values = [*log_z.sums, log_z.largest.double()]
         return {name: torch.where(counted, value, none) for name, value in zip(self.signals, values, strict=True)}
-
-    def update_done(self, record: Any, updated: bool) -> None:
-        """Nothing: no weight is changed."""
 
     def log_string(self, signals: Mapping[str, float]) -> str:
         """Mean and largest log-Z (nats) and the z-loss, from a record's signals."""

@@ -16,15 +16,15 @@ from megatron.core import parallel_state
 from megatron_stability.megatron.access import master_weights
 from megatron_stability.megatron.access.parameters import layer_of, once
 from megatron_stability.observe.config import Norms
+from megatron_stability.observe.hook import Hook
 from megatron_stability.observe.reduction import How
 from megatron_stability.observe.wide import Layers
-from megatron_stability.records import StepRecord
 from megatron_stability.signals import ways
 
 LAYERS = "grad_norm/layer"
 
 
-class NormsHook:
+class NormsHook(Hook):
     """L2 norms of each decoder layer's gradient, of all trainable weights, and of the word embedding, now and then."""
 
     def __init__(self, config: Norms, model: Sequence[Any], optimizer: Any, args: Namespace, vocab_size: int) -> None:
@@ -48,12 +48,9 @@ class NormsHook:
 
     @property
     def signals(self) -> Mapping[str, How]:
-        """See `WeightHook`."""
+        """See `Hook`."""
         found: dict[str, How] = {LAYERS: Layers(self._layers)} if self._config.layers_every else {}
         return found | dict(ways(("param_norm", "embedding_norm")) if self._config.params_every else {})
-
-    def train_begins(self) -> None:
-        """Nothing."""
 
     def step_begins(self, step: int) -> None:
         """Remember the step."""
@@ -81,9 +78,6 @@ class NormsHook:
         """Rows of this rank's part of the vocabulary that are tokens."""
         rows = embedding.shape[0]
         return min(rows, max(0, self._vocab_size - parallel_state.get_tensor_model_parallel_rank() * rows))
-
-    def update_done(self, record: StepRecord, updated: bool) -> None:
-        """Nothing."""
 
     def _layer_squares(self) -> torch.Tensor:
         """[L] fp64: squares that this rank counts; an infinite one where a gradient is not finite."""

@@ -31,14 +31,14 @@ from megatron_stability.megatron.access.flags import cuda_graphs
 from megatron_stability.megatron.access.optimizer_state import ForwardState
 from megatron_stability.observe.config import Replicas as Settings
 from megatron_stability.observe.fingerprint import digest
+from megatron_stability.observe.hook import Hook
 from megatron_stability.observe.reduction import How
 from megatron_stability.observe.wide import Replicas, fold
-from megatron_stability.records import StepRecord
 
 SEED = 20_240_117  # of the fixed micro-batch
 
 
-class ReplicaHook:
+class ReplicaHook(Hook):
     """Digests of this rank's weights and of what it computes."""
 
     def __init__(
@@ -62,7 +62,7 @@ class ReplicaHook:
 
     @property
     def signals(self) -> Mapping[str, How]:
-        """See `WeightHook`; known once training begins."""
+        """See `Hook`; known once training begins."""
         return self._signals
 
     def train_begins(self) -> None:
@@ -93,9 +93,6 @@ class ReplicaHook:
                 if kind in self._signals and tensors:
                     self._found[kind] = fold(digest(tensors))
         return self._found
-
-    def update_done(self, record: StepRecord, updated: bool) -> None:
-        """Nothing."""
 
 
 def saves_after(args: Namespace, step: int) -> bool:

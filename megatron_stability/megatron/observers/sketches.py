@@ -12,7 +12,6 @@ import json
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -22,15 +21,12 @@ from megatron_stability import files
 from megatron_stability.ledger.sketches import FILE
 from megatron_stability.megatron.access import master_weights
 from megatron_stability.megatron.access.parameters import layer_of, once
-from megatron_stability.observe.reduction import How
+from megatron_stability.observe.hook import Hook
 from megatron_stability.observe.sketch import K, seed_of, sketch
-from megatron_stability.records import StepRecord
 
 
-class SketchHook:
+class SketchHook(Hook):
     """Each element is counted once over all ranks; the parts are added in one all-reduce, on chosen steps only."""
-
-    signals: Mapping[str, How] = MappingProxyType({})  # nothing goes into the step's record
 
     def __init__(
         self, every: int, model: Sequence[Any], optimizer: Any, device: torch.device, folder: Path, args: Namespace
@@ -50,9 +46,6 @@ class SketchHook:
         instances = int(getattr(args, "num_distributed_optimizer_instances", 1))
         self._counted = list(once(model, optimizer, instances))
         self._row = layer_of(model)
-
-    def train_begins(self) -> None:
-        """Nothing."""
 
     def step_begins(self, step: int) -> None:
         """Remember the step."""
@@ -79,9 +72,6 @@ class SketchHook:
         if dist.get_rank() == 0:
             self._write(table.cpu())
         return {}
-
-    def update_done(self, record: StepRecord, updated: bool) -> None:
-        """Nothing."""
 
     def _write(self, table: torch.Tensor) -> None:
         weights, gradients = (base64.b64encode(part[:, :K].numpy().tobytes()).decode("ascii") for part in table)

@@ -8,11 +8,11 @@ from collections.abc import Mapping
 from megatron.core.num_microbatches_calculator import get_current_global_batch_size
 
 from megatron_stability.megatron.access.skipped import SkippedDocuments
-from megatron_stability.records import StepRecord
+from megatron_stability.observe.hook import Hook
 from megatron_stability.signals import ways
 
 
-class SkipHook:
+class SkipHook(Hook):
     """The signal `data/masked`; ranks that have the data set count the whole global batch, and so agree."""
 
     signals = ways(("data/masked",))
@@ -26,19 +26,9 @@ class SkipHook:
         """
         self._skipped, self._args = skipped, args
 
-    def train_begins(self) -> None:
-        """Nothing."""
-
-    def step_begins(self, step: int) -> None:
-        """Nothing."""
-        del step
-
     def observe(self) -> Mapping[str, float]:
         """Of the step that runs; nothing on ranks without the data set."""
         if self._skipped.masks is None:
             return {}
         first = self._args.consumed_train_samples
         return {"data/masked": float(self._skipped.masks.targets(first, first + get_current_global_batch_size()))}
-
-    def update_done(self, record: StepRecord, updated: bool) -> None:
-        """Nothing."""

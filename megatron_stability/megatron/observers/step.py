@@ -5,12 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 
+from megatron_stability.observe.hook import Hook
 from megatron_stability.observe.reduction import How
-from megatron_stability.records import StepRecord
 from megatron_stability.signals import ways
 
 
-class StepHook:
+class StepHook(Hook):
     """The clip threshold, and the seconds from the step's begin to its gate: forward, backward and gradient norm.
 
     Every rank waits for the slowest in its gradient reduction, so that a slow one shows in all. Evaluation, checkpoints
@@ -23,11 +23,8 @@ class StepHook:
 
     @property
     def signals(self) -> Mapping[str, How]:
-        """See `WeightHook`."""
+        """See `Hook`."""
         return ways(("clip_grad", "step_seconds") if self._clip_grad > 0 else ("step_seconds",))
-
-    def train_begins(self) -> None:
-        """Nothing."""
 
     def step_begins(self, step: int) -> None:
         """Start the clock."""
@@ -37,6 +34,3 @@ class StepHook:
     def observe(self) -> Mapping[str, float]:
         """Read the clock. Megatron copied the gradient norm to the host just before, so device work is in it."""
         return {"clip_grad": self._clip_grad, "step_seconds": time.perf_counter() - self._began}
-
-    def update_done(self, record: StepRecord, updated: bool) -> None:
-        """Nothing."""

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.utils import unwrap_model
 
+from megatron_stability.observe.hook import Hook
 from megatron_stability.records import StepRecord
 from megatron_stability.signals import ways
 
@@ -24,7 +25,7 @@ OUTSIDE = "data/outside_vocabulary"
 FORWARD = (("input_ids", 0, 0), ("labels", 4, None))
 
 
-class VocabularyHook:
+class VocabularyHook(Hook):
     """On every chunk that takes tokens or labels: first and last stages, and those with MTP layers."""
 
     signals = ways((OUTSIDE,))
@@ -41,7 +42,8 @@ class VocabularyHook:
             refuse: is called with an id and V, on every rank; raises.
         """
         self._vocab_size, self._refuse = vocab_size, refuse
-        self._outside = torch.full((), -1, dtype=torch.int64, device=device)  # -1: none yet
+        # -1: none yet. Not cleared between steps: one that was never judged (fp16's scaler rejected its step) stays.
+        self._outside = torch.full((), -1, dtype=torch.int64, device=device)
         for chunk in unwrap_model(list(model)):
             chunk.register_forward_pre_hook(self._check, with_kwargs=True)
 
@@ -66,12 +68,6 @@ class VocabularyHook:
             worst = torch.where(kept != ids, ids.abs(), -1).amax().long()
             torch.maximum(self._outside, worst, out=self._outside)  # in place, as a CUDA graph replays it
         return kept
-
-    def train_begins(self) -> None:
-        """Nothing."""
-
-    def step_begins(self, step: int) -> None:
-        """Nothing: what a step left without being judged (fp16's scaler rejected it) stays."""
 
     def observe(self) -> Mapping[str, torch.Tensor]:
         """The largest id outside, NaN where there was none."""
@@ -100,6 +96,3 @@ class VocabularyHook:
         dist.all_reduce(worst, op=dist.ReduceOp.MAX)
         if (found := int(worst)) >= 0:
             self._refuse(found, self._vocab_size)
-
-    def update_done(self, record: StepRecord, updated: bool) -> None:
-        """Nothing."""

@@ -12,7 +12,7 @@ from megatron_stability.config import StabilityConfig
 from megatron_stability.errors import UsageError
 from megatron_stability.megatron import arguments
 from megatron_stability.megatron.access.flags import cuda_graphs
-from megatron_stability.megatron.observers import hooks as weight_hooks
+from megatron_stability.megatron.observers import hooks
 
 pytestmark = pytest.mark.megatron
 PLAIN: dict[str, Any] = {"fp16": False, "context_parallel_size": 1, "expert_model_parallel_size": 1, "save": "out"}
@@ -29,7 +29,7 @@ def asked(tree: dict[str, Any], **flags: Any) -> str:
     config, args = StabilityConfig.model_validate(tree), Namespace(**PLAIN | flags)
     try:
         arguments.refuse_what_cannot_work(config, args)
-        weight_hooks.refuse_what_cannot_work(config, args)
+        hooks.refuse_what_cannot_work(config, args)
     except UsageError as error:
         return str(error)
     return ""
