@@ -48,8 +48,9 @@ class MegatronWriters:
             print_rank_last(f" stability: {told}")
         if not self._enabled:
             return
-        state = {"z_loss": self._z_loss, "generation": self._generation, "open_": len(self._episodes.open)}
-        self._write(tags.scalars(record, decision, **state), record.step)
+        open_ = len(self._episodes.open)
+        scalars = tags.scalars(record, decision, z_loss=self._z_loss, generation=self._generation, open_=open_)
+        self._write(scalars, record.step)
         if acted:
             self._text(tags.DECISIONS, told)
 
