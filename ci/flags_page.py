@@ -13,7 +13,9 @@ from pathlib import Path
 from megatron_stability.megatron.access.flags import flag_rows
 from megatron_stability.megatron.access.flags.argument_table import Argument, Effect, own_effects, table
 
-PAGE = Path(__file__).resolve().parent.parent / "docs" / "flags.md"
+ROOT = Path(__file__).resolve().parent.parent
+PAGE = ROOT / "docs" / "flags.md"
+TESTED = ROOT / "ci" / "flags_tested.tsv"  # a cell: file::test, file::a case's name, "refused", or nothing
 HEAD = """# Megatron's flags beside the plugin
 
 Made by `ci/flags_page.py` from the rows that the code reads: `access/flags/flag_rows.py` for a start,
@@ -32,7 +34,7 @@ RESUME = {
 
 def page() -> str:
     """The whole page."""
-    return "\n".join([HEAD, *_refused(), "", *_told(), "", *_resume(), ""])
+    return "\n".join([HEAD, *_refused(), "", *_told(), "", *_works(), "", *_resume(), ""])
 
 
 def _refused() -> Iterator[str]:
@@ -49,6 +51,31 @@ def _told() -> Iterator[str]:
     yield "## Told, since it works otherwise than alone\n"
     for row in (*flag_rows.TOLD, *flag_rows.AT_A_LOAD):
         yield f"- {row.line}"
+
+
+def tested() -> Iterator[tuple[str, list[str]]]:
+    """Flags, and a cell each for a skip, a rewind and a verified resume."""
+    for line in TESTED.read_text(encoding="utf-8").splitlines()[1:]:
+        flags, *cells = line.split("\t")
+        yield flags, cells
+
+
+def _works() -> Iterator[str]:
+    yield "## Works, as a test shows\n"
+    yield (
+        "Real runs of a small model on CPUs: a step withheld, a rewind, a resume from a verified checkpoint with this "
+        "flag. Files under `tests/drills` are run by hand, their cases by name. An empty cell: no test has this flag "
+        "there.\n"
+    )
+    yield "| Flag | Skip | Rewind | Verified resume |"
+    yield "|---|---|---|---|"
+    for flags, cells in tested():
+        yield f"| `{flags}` | {' | '.join(_cell(each) for each in cells)} |"
+
+
+def _cell(cell: str) -> str:
+    path, _, name = cell.partition("::")
+    return f"[{name}](../{path})" if name else cell
 
 
 def _resume() -> Iterator[str]:

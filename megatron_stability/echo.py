@@ -58,6 +58,17 @@ def said(text: str) -> str:
     return masked_text(plain(short(text)))
 
 
+def say(text: str, speaks: bool = True) -> None:
+    """One line of ours on a run's log.
+
+    Args:
+        text: as `said` repeats it.
+        speaks: whether this rank is the one that says it.
+    """
+    if speaks:
+        print(said(f"> megatron-stability: {text}"), flush=True)
+
+
 # --- secrets ----------------------------------------------------------------------------------------------------------
 
 # Words of a name after which every value is a secret, and words that make one where they end the name.

@@ -235,6 +235,17 @@ def _fold(entries: Sequence[AnyEntry]) -> tuple[tuple[StepEntry, ...], tuple[Ste
     return tuple(live), tuple(undone)
 
 
+def home(folder: str | Path) -> Path:
+    """Where a run's ledger lies: in the folder itself, or in its subfolder `stability`.
+
+    Args:
+        folder: a run's folder.
+    """
+    folder = Path(folder)
+    nested = folder / "stability"
+    return nested if not (folder / FILE).exists() and (nested / FILE).exists() else folder
+
+
 def read(folder: str | Path) -> LedgerView:
     """The ledger in `folder`, also while a run writes it.
 

@@ -7,6 +7,7 @@ from argparse import ArgumentParser, Namespace
 import torch
 
 from megatron_stability import config as tree
+from megatron_stability.echo import say
 from megatron_stability.errors import UsageError
 from megatron_stability.megatron import cpu
 from megatron_stability.megatron.access import apex, handle
@@ -40,14 +41,13 @@ def install_runtime(args: Namespace) -> None:
     refuse_what_megatron_meets_late(args)
     refuse_what_cannot_work(config, args)
     settings.apply(config.model, args)
-    if args.rank == 0:
-        for line in (apex.line(), *flag_rows.told(config, args, flag_rows.TOLD), *flag_rows.unread(args)):
-            print(f"> megatron-stability: {line}", flush=True)
+    for line in (apex.line(), *flag_rows.told(config, args, flag_rows.TOLD), *flag_rows.unread(args)):
+        say(line, args.rank == 0)
     if config.mode == "act":
         args.check_for_nan_in_loss_and_grad = False
     lost = lost_by_a_signal(args)
-    if lost and args.rank == 0:
-        print(f"> megatron-stability: {lost}", flush=True)
+    if lost:
+        say(lost, args.rank == 0)
     from megatron_stability.megatron.observers import hooks
     from megatron_stability.megatron.runtime import Runtime
 

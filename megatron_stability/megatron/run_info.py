@@ -14,6 +14,7 @@ from megatron_stability.config import StabilityConfig
 from megatron_stability.ledger.bundle import Context, plain_args
 from megatron_stability.ledger.ledger import RunInfo
 from megatron_stability.megatron.access.flags import argument_table
+from megatron_stability.megatron.access.flags.argument_table import given
 from megatron_stability.megatron.access.host import Host
 from megatron_stability.megatron.checkpoint.resume.training_args import training
 from megatron_stability.megatron.patching import install_digest
@@ -31,7 +32,7 @@ def run_info(config: StabilityConfig, args: Namespace) -> RunInfo:
     names = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "data_parallel_size")
     layout = {name: int(getattr(args, name)) for name in names} | {"world_size": int(args.world_size)}
     versions = {"megatron_stability": megatron_stability.__version__, "torch": torch.__version__}
-    data = {name: str(getattr(args, name, None)) for name in _DATA}
+    data = {name: str(given(args, name)) for name in _DATA}
     versions |= install_digest.versions()
     return RunInfo(mode=config.mode, versions=versions, layout=layout, data=data, settings=_settings(config, args))
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from megatron_stability import detect
 from megatron_stability.config import StabilityConfig
 from megatron_stability.echo import secret_names
+from megatron_stability.megatron.access.flags.argument_table import argument
 from megatron_stability.nemo.bridge_args import BridgeArgs
 
 
@@ -54,5 +55,5 @@ def _model(stability: StabilityConfig) -> Iterator[tuple[str, object]]:
 def _fp8(stability: StabilityConfig, args: BridgeArgs) -> str:
     if stability.fp8.emulate != "none":
         return f"{stability.fp8.emulate} scaling, emulated: its numerics, not its speed"
-    kind = getattr(args, "fp8", None)
+    kind = argument(args, "fp8")
     return f"{kind}, {args.fp8_recipe}, by Transformer Engine, whose scales are watched" if kind else "off"

@@ -31,6 +31,7 @@ from megatron_stability.echo import said
 from megatron_stability.errors import UsageError
 from megatron_stability.megatron import arguments, cpu
 from megatron_stability.megatron.access import handle
+from megatron_stability.megatron.access.flags.argument_table import argument
 from megatron_stability.megatron.fp8.flags import refuse_inactive_fp8
 from megatron_stability.megatron.model import layer_specs, settings
 from megatron_stability.megatron.observers import hooks
@@ -127,7 +128,7 @@ def refuse_inactive(container: ConfigContainer, stability: StabilityConfig) -> N
     no_engine = find_spec("transformer_engine") is None
     why = "Transformer Engine is not installed" if no_engine else "the layer spec is the local one"
     for name in ("fp8", "fp4"):
-        if getattr(args, name, None) and args.transformer_impl == "local":
+        if argument(args, name) and args.transformer_impl == "local":
             raise UsageError(
                 f"mixed_precision with {name} {getattr(args, name)} would train in BF16: {why}; use a GPU with "
                 "Transformer Engine and its layer spec, or bf16_mixed with stability.fp8.emulate for a dry run"
@@ -217,7 +218,7 @@ def _inspect_tensors(stability: StabilityConfig, args: BridgeArgs) -> list[str]:
     container = args.container
     if stability.fp8.inspect and container.tensor_inspect is not None and container.tensor_inspect.enabled:
         raise UsageError("stability.fp8.inspect with tensor_inspect: both would start nvdlfw-inspect; keep one")
-    if not getattr(args, "fp8", None) or container.tensor_inspect is not None or stability.fp8.inspect:
+    if not argument(args, "fp8") or container.tensor_inspect is not None or stability.fp8.inspect:
         return []
     if find_spec("nvdlfw_inspect") is None:
         return ["FP8 statistics of Transformer Engine are not logged: nvdlfw-inspect is not installed"]

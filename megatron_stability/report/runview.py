@@ -12,13 +12,13 @@ from typing import Any, NamedTuple
 from megatron_stability.detect import DETECTORS
 from megatron_stability.echo import said
 from megatron_stability.ledger.entries import (
-    FILE,
     AttentionEntry,
     EpisodeEntry,
     LedgerView,
     RunEntry,
     StepEntry,
     UndoEntry,
+    home,
     read,
 )
 from megatron_stability.ledger.fates import Finding, Interval, audit, count, history
@@ -134,9 +134,7 @@ def ledger_of(folder: str | Path) -> LedgerView:
     Raises:
         UsageError: no readable ledger there.
     """
-    folder = Path(folder)
-    nested = folder / "stability"
-    return read(nested if not (folder / FILE).exists() and (nested / FILE).exists() else folder)
+    return read(home(folder))
 
 
 _REQUIRES = {detector.name: detector.requires for detector in DETECTORS}

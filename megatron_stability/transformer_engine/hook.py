@@ -21,8 +21,10 @@ import torch
 import torch.distributed as dist
 import xxhash
 
-from megatron_stability.errors import UsageError
+from megatron_stability.echo import say
+from megatron_stability.numerics.fp8.config import Fp8
 from megatron_stability.observe.fp8 import samples as fp8_samples
+from megatron_stability.observe.fp8.guard import ScalingGuard
 from megatron_stability.observe.fp8.telemetry import SIGNALS, AmaxHistory, binades, worst
 from megatron_stability.observe.hook import Hook
 from megatron_stability.records import StepRecord
@@ -40,9 +42,7 @@ class Run:
     Attributes:
         recipe: --fp8-recipe.
         margin: --fp8-margin.
-        sample_every: steps between two samples of tier 2.
-        keep_amax_after_skips: withheld steps in a row with stale scales after which the new amax is kept.
-        recalibrate: steps in which scales may find their place anew after a load without them; 0 refuses it.
+        fp8: the section of the settings.
         iteration: the one that was loaded last.
         loaded: `extra_state.survey` of that checkpoint.
         stage: pipeline-parallel rank.
@@ -54,9 +54,7 @@ class Run:
 
     recipe: str
     margin: int
-    sample_every: int
-    keep_amax_after_skips: int
-    recalibrate: int
+    fp8: Fp8
     iteration: Callable[[], int]
     loaded: Callable[[], Mapping[str, extra_state.Kind]]
     stage: int
@@ -87,7 +85,7 @@ class TransformerEngineHook(Hook):
         self._model, self._device, self._run = model, device, run
         self._past: AmaxHistory | None = None
         self._seen: tuple[torch.Tensor, torch.Tensor] | None = None
-        self._step, self._recalibrates_until, self._stale_skips = 0, 0, 0
+        self._step, self._guard = 0, ScalingGuard(run.fp8, device, run.speaks)
         self._kept: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._held: list[int] = []  # identities of the tensors that the slots are in, which the slots keep alive
         self._slots: adapter.Slots | None = None
@@ -107,12 +105,11 @@ class TransformerEngineHook(Hook):
 
     def train_begins(self) -> None:
         """Say what can't be read back."""
-        if self._run.recipe == "delayed" and self._run.speaks and extra_state.needs_permission():
-            print(
-                "> megatron-stability: this Transformer Engine refuses to load the FP8 scaling state of its own "
-                f"checkpoints, which is a pickle, unless {extra_state.ALLOW}=1 is set; set it when you resume from "
-                "a checkpoint that you trust",
-                flush=True,
+        if self._run.recipe == "delayed" and extra_state.needs_permission():
+            say(
+                "this Transformer Engine refuses to load the FP8 scaling state of its own checkpoints, which is a "
+                f"pickle, unless {extra_state.ALLOW}=1 is set; set it when you resume from a checkpoint that you trust",
+                self._run.speaks,
             )
 
     def step_begins(self, step: int) -> None:
@@ -128,7 +125,7 @@ class TransformerEngineHook(Hook):
         running = [linear for linear in self._linears if adapter.runs_in_fp8(linear.module)]
         gemms, fallbacks = len(self._linears), len(self._linears) - len(running)
         signals = {"fp8/gemms": torch.tensor(float(gemms)), "fp8/fallbacks": torch.tensor(float(fallbacks))}
-        if self._samples is not None and sampled.wanted(self._step, self._run.sample_every)[0] and self._sites:
+        if self._samples is not None and sampled.wanted(self._step, self._run.fp8.sample_every)[0] and self._sites:
             signals |= self._sampled(self._samples, fallbacks)
         if (slots := self._slots_of(running)) is None:
             return signals
@@ -161,7 +158,7 @@ class TransformerEngineHook(Hook):
         Collective in a withheld step, which every rank is in.
         """
         if updated:
-            self._stale_skips = 0
+            self._guard.applied()
             if self._past is not None and self._seen is not None:
                 self._past.learn(*self._seen)
             return
@@ -169,21 +166,10 @@ class TransformerEngineHook(Hook):
             return
         scales = [(now, before) for now, before in self._kept if now.dim() == 1]
         stale = any(bool((before > _STALE * now).any()) for now, before in scales)
-        if dist.is_initialized() and dist.get_world_size() > 1:
-            flag = torch.tensor(float(stale), device=self._device)
-            dist.all_reduce(flag, op=dist.ReduceOp.MAX)
-            stale = bool(flag)
-        self._stale_skips = self._stale_skips + 1 if stale else 0
-        if self._stale_skips < self._run.keep_amax_after_skips:
+        if self._guard.puts_back(record.step, stale):
             with torch.no_grad():
                 for now, before in self._kept:
                     now.copy_(before)
-        elif self._run.speaks:
-            print(
-                f"> megatron-stability: step {record.step} withheld with stale FP8 scales for the "
-                f"{self._stale_skips}. time in a row: the new amax is kept",
-                flush=True,
-            )
 
     @torch.no_grad()
     def _keep(self) -> None:
@@ -207,7 +193,7 @@ class TransformerEngineHook(Hook):
                 "reduction": "Transformer Engine's",
                 "fallbacks": fallbacks,
                 "kernel": f"transformer_engine {adapter.version()}",
-                "recalibrating": self._step <= self._recalibrates_until,
+                "recalibrating": self._step <= self._guard.recalibrates_until,
             }
             found.write(self._run.folder, self._step, self._run.stage, self._sites, facts)
         orders = torch.tensor([site.order for site in self._sites], dtype=torch.float64)
@@ -231,19 +217,13 @@ class TransformerEngineHook(Hook):
         complaint = self._complaint(None if state is None else state["linears"])
         if complaint is None:
             return
-        if self._run.recalibrate == 0:
-            raise UsageError(
-                f"the checkpoint of iteration {self._run.iteration()} {complaint}; load one that has it, or give "
-                "--stability-fp8-recalibrate STEPS to go on with Transformer Engine's initial scales, which follow "
-                "each step's amax from the first on"
-            )
-        self._recalibrates_until = self._run.iteration() + self._run.recalibrate
-        if self._run.speaks:
-            print(
-                f"> megatron-stability: the checkpoint {complaint}; FP8 scales begin at 1 and find their place in "
-                f"the steps up to {self._recalibrates_until}",
-                flush=True,
-            )
+        self._guard.lacking(
+            complaint,
+            self._run.iteration(),
+            "load one that has it, or give --stability-fp8-recalibrate STEPS to go on with Transformer Engine's "
+            "initial scales, which follow each step's amax from the first on",
+            "FP8 scales begin at 1 and find their place in the steps up to {until}",
+        )
 
     def _complaint(self, saved: Mapping[str, str] | None) -> str | None:
         own, loaded = dict(self._digests()), self._run.loaded()

@@ -60,6 +60,30 @@ class Seen:
         self.seen.append((record.loss, dict(record.signals), gains, float(torch.stack(norms).amax())))
 
 
+PLAIN = (
+    *("--stability-model-qk-norm", "rmsnorm_whole", "--stability-model-init-qk", "d_model", "--train-iters", "4"),
+    *("--hidden-dropout", "0", "--attention-dropout", "0", "--stability-mode", "act", "--save-interval", "2"),
+)
+
+
+@pytest.mark.parametrize("release", effort.sampled(RELEASES, RELEASES[:1]))
+def test_plain_attention_with_a_whole_norm_trains_on_two_tensor_parallel_ranks(
+    pools: dict[tuple[str, str], Pool], tmp_path: Path, release: str
+) -> None:
+    """No --group-query-attention: --num-query-groups stays at the parser's 1. The same weights, whole and in halves."""
+    pool, losses = pools[release, "patched"], {}
+    for name, layout, world in (("whole", (), 1), ("halves", jobs.TP2, 2)):
+        where = ("--save", str(tmp_path / name), "--stability-record-dir", str(tmp_path / name / "stability"))
+        load = ("--load", str(tmp_path / "whole"), "--ckpt-step", "2") if name == "halves" else ()
+        results = pool.run(jobs.train, (*PLAIN, *layout, *where, *load), Seen(), world=world, timeout=240)
+        assert [code for code, _ in results] == [0] * world
+        losses[name] = [loss for loss, *_ in results[0][1]]
+        for _, seen in results:
+            assert all(list(gains.values()) == [64] * 2 for _, _, gains, _ in seen), "whole on every rank"
+    assert len(losses["whole"]) == 4
+    assert losses["halves"] == pytest.approx(losses["whole"][2:], rel=1e-4)
+
+
 @pytest.mark.parametrize("release", effort.sampled(RELEASES, RELEASES[:1]))
 def test_settings_act_in_a_run(pools: dict[tuple[str, str], Pool], tmp_path: Path, release: str) -> None:
     flags = (*FLAGS, "--stability-record-dir", str(tmp_path))

@@ -125,6 +125,32 @@ def test_a_missing_checkpoint_and_a_partial_one_are_not_trained_from(bridge: Poo
     assert bridge.run(jobs.partial_load, rewinds.act(tmp_path), world=1) == [["code 2", "loaded"]]
 
 
+def test_a_rollback_by_hand_stands(bridge: Pool, tmp_path: Path) -> None:
+    """Megatron-Bridge#5260, #5964: back to step 3, a window left out; a requeue goes on from there, not from 6."""
+
+    def start(settings: dict[str, Any], **decide: Any) -> list[tuple[int, str]]:
+        fixed = {"train.train_iters": 8, "checkpoint.save": str(tmp_path), "checkpoint.save_interval": 3}
+        tree = rewinds.act(tmp_path, **({"decide": decide} if decide else {}))
+        ((code, seen),) = bridge.run(jobs.train, fixed | settings, tree, (), Actions(), world=1, timeout=120)
+        assert code == 0
+        return [row[:2] for row in seen]
+
+    def states() -> dict[str, str]:
+        return {each.folder.name: each.state for each in generations.generations(tmp_path)}
+
+    load = {"checkpoint.load": str(tmp_path)}
+    assert start({"train.exit_interval": 6}) == [(step, "apply") for step in range(1, 7)]
+    back = load | {"checkpoint.ckpt_step": 3, "train.exit_interval": 4}
+    assert start(back, skip_samples=[[12, 16]]) == [(4, "skip")]
+    assert states() == {"iter_0000003": "complete", "iter_0000004": "complete", "iter_0000006": "suspect"}
+    assert generations.read_tracker(tmp_path) == 4
+    assert start(load | {"train.exit_interval": 5}) == [(5, "apply")]
+    assert states()["iter_0000006"] == "suspect"
+    assert start(load | {"checkpoint.ckpt_step": 6, "train.exit_interval": 7}) == [(7, "apply")]
+    assert generations.candidates(tmp_path)[0].step == 7
+    assert states()["iter_0000005"] == "suspect"
+
+
 class Poison(Actions):
     """Probe: a weight is NaN after step 2."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from megatron_stability.numerics.fp8.config import Fp8
 from megatron_stability.transformer_engine.hook import Run
 
 
@@ -12,9 +13,6 @@ def a_run(**changes: Any) -> Run:
     facts: dict[str, Any] = {
         "recipe": "delayed",
         "margin": 0,
-        "sample_every": 100,
-        "keep_amax_after_skips": 3,
-        "recalibrate": 0,
         "iteration": lambda: 20,
         "loaded": dict,
         "stage": 1,
@@ -23,4 +21,5 @@ def a_run(**changes: Any) -> Run:
         "folder": Path("unused"),
         "speaks": True,
     }
-    return Run(**(facts | changes))
+    settings = {name: changes.pop(name) for name in tuple(changes) if name in Fp8.model_fields}
+    return Run(**(facts | changes), fp8=Fp8(**settings))

@@ -12,6 +12,7 @@ import pytest
 from ci import flags_page, tags_page, triage_page
 from megatron_stability import cli
 from megatron_stability.config import ALIASES, dest, flag, leaves
+from megatron_stability.megatron.access.flags import flag_rows
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -69,6 +70,20 @@ def test_the_muonclip_page_says_what_its_figures_are() -> None:
 
 def test_the_page_of_flags_is_what_the_rows_say() -> None:
     assert flags_page.main("--check") == 0
+
+
+def test_what_the_page_of_flags_names_is_there_and_what_it_calls_refused_is() -> None:
+    cells = [(flags, cell) for flags, three in flags_page.tested() for cell in three if cell]
+    assert len(cells) > 40
+    refused = {row.flag for row in flag_rows.REFUSED}
+    for flags, cell in cells:
+        path, _, name = cell.partition("::")
+        if cell == "refused":
+            assert flags.split()[0] in refused, flags
+        elif name.startswith("test_"):
+            assert f"def {name}(" in (ROOT / path).read_text(), cell
+        else:
+            assert f'"{name}"' in (ROOT / path).read_text() or f"def {name}(" in (ROOT / path).read_text(), cell
 
 
 def test_the_tables_of_triage_are_those_of_the_rules() -> None:

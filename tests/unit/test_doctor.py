@@ -10,6 +10,8 @@ import pytest
 from megatron_stability import doctor
 from megatron_stability.doctor import Probe
 from megatron_stability.errors import UsageError
+from megatron_stability.megatron.patching import on_disk
+from megatron_stability.megatron.patching.tree import read_tree
 from tests.unit.fp8_compare.test_compare import FP8, write
 
 TE = """
@@ -22,7 +24,11 @@ TORCH = """
 __version__ = "2.99"
 class Properties:
     name, major, minor = "NVIDIA H100", {major}, 0
+class version:
+    cuda = "12.8"
 class cuda:
+    class nccl:
+        version = staticmethod(lambda: (2, 27, 5))
     device_count = staticmethod(lambda: {devices})
     get_device_properties = staticmethod(lambda i: Properties)
 """
@@ -123,12 +129,101 @@ def test_apex_is_nvidias_only_with_its_parts(path: Path) -> None:
 
 
 def test_the_other_packages(path: Path) -> None:
-    for package, name in (("nvidia-modelopt", "modelopt"), ("nvdlfw-inspect", "nvdlfw_inspect")):
+    for package, name in (
+        ("nvidia-modelopt", "modelopt"),
+        ("nvdlfw-inspect", "nvdlfw_inspect"),
+        ("nvidia-resiliency-ext", "nvidia_resiliency_ext"),
+    ):
         absent = doctor.probe(package)
         assert (absent.state, absent.detail) == ("absent", "")
         assert "pip install" in absent.advice
-        module(path, name)
-        assert doctor.probe(package).state == "ok"
+        folder = module(path, name)
+        found = doctor.probe(package)
+        assert (found.state, found.origin) == ("ok", str(folder))
+        module(path, name, "raise ImportError('undefined symbol')")
+        broken = doctor.probe(package)
+        assert (broken.state, broken.detail) == ("broken", "ImportError: undefined symbol")
+
+
+def test_muon_and_bridge(path: Path) -> None:
+    module(path, "emerging_optimizers", "import torch_of_another_build")
+    assert "torch_of_another_build" in doctor.probe("emerging-optimizers").detail
+    module(path, "megatron")
+    assert doctor.probe("megatron-bridge").state == "absent"
+    bridge = module(path, "megatron.bridge", "raise SystemError('its import takes 20 s and must not be made')")
+    assert doctor.probe("megatron-bridge").state == "broken", "half-installed: it does not say what it is"
+    (bridge / "package_info.py").write_text("__version__ = '0.5.1'")
+    found = doctor.probe("megatron-bridge")
+    assert (found.state, found.version, found.origin) == ("ok", "0.5.1", str(bridge))
+
+
+def test_a_torch_that_breaks_is_why_nothing_is_active(path: Path) -> None:
+    module(path, "torch", "raise OSError('libcudnn.so.9: cannot open')")
+    torch = doctor.probe("torch")
+    assert (torch.state, torch.detail) == ("broken", "OSError: libcudnn.so.9: cannot open")
+    assert "torch is broken: OSError: libcudnn" in doctor.fp8_verdict(torch, Probe("transformer_engine", "ok"))[1]
+
+
+@pytest.mark.parametrize(
+    ("script", "state", "says"),
+    [
+        ("echo '570.86, NVIDIA H100'", "ok", "NVIDIA H100"),
+        ("echo 'Driver/library version mismatch'; exit 18", "broken", "Driver/library version mismatch"),
+    ],
+)
+def test_the_driver(path: Path, monkeypatch: pytest.MonkeyPatch, script: str, state: str, says: str) -> None:
+    tool = path / "nvidia-smi"
+    tool.write_text(f"#!/bin/sh\n{script}\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", str(path))
+    found = doctor.probe("nvidia-driver")
+    assert (found.state, says in found.detail) == (state, True), found
+    tool.unlink()
+    assert doctor.probe("nvidia-driver").state == "absent"
+
+
+@pytest.mark.megatron
+def test_the_seams_of_the_megatron_that_python_imports(path: Path) -> None:
+    real = Path(doctor.seams().origin)
+    tree = read_tree(real)
+    for name in ["megatron/core/package_info.py", *(each.path for each in tree.files)]:
+        if (real / name).exists():
+            (path / name).parent.mkdir(parents=True, exist_ok=True)
+            (path / name).write_bytes((real / name).read_bytes())
+    for folder in ("megatron", "megatron/core"):
+        (path / folder / "__init__.py").touch()
+    assert doctor.probe("megatron-core").detail == "a wheel"
+    (path / "pretrain_gpt.py").touch()
+    assert doctor.probe("megatron-core").detail == "a clone"
+    closed = doctor.seams()
+    assert (closed.state, closed.origin) == ("ok", str(path))
+    assert "closed on disk" in closed.detail
+    on_disk.apply(path)
+    assert doctor.seams().detail == "open on disk"
+    file = next(each for each in tree.files if each.stock is not None)
+    (path / file.path).write_text(file.stock or "")
+    half = doctor.seams()
+    assert (half.state, "half applied" in half.detail) == ("broken", True)
+    (path / file.path).write_text("torn")
+    torn = doctor.seams()
+    assert (torn.state, file.path in torn.detail) == ("broken", True), torn
+    assert "patch check" in torn.advice
+
+
+def test_what_is_active_and_why_not() -> None:
+    probes = {name: Probe(name, "absent") for name in doctor._PROBES}
+    none = doctor.features(probes)
+    assert not any(on for on, _ in none.values())
+    assert none["plugin in Megatron"][1] == "torch is absent, megatron-core is absent"
+    assert "torch's own" in none["fused Adam"][1]
+    probes = {name: Probe(name, "ok", capability=(9, 0)) for name in (*doctor._PROBES, "seams")}
+    assert all(on for on, _ in doctor.features(probes).values())
+    probes["seams"] = Probe("seams", "broken", detail="half applied")
+    probes["transformer_engine"] = Probe("transformer_engine", "broken")
+    able = doctor.features(probes)
+    assert able["plugin in Megatron"] == (False, "seams half applied")
+    assert able["fused Adam"] == (True, "of apex")
+    assert able["sampled FP8 statistics"] == (False, "transformer_engine is broken")
 
 
 def test_absent_transformer_engine_and_an_old_or_missing_device_cant_run_fp8(path: Path) -> None:
@@ -146,7 +241,12 @@ def test_absent_transformer_engine_and_an_old_or_missing_device_cant_run_fp8(pat
     assert doctor.fp8_verdict(h100, whole)[0]
 
 
-def test_the_command_and_its_exit_codes(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_and_its_exit_codes(
+    path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor, "seams", lambda: Probe("seams", "ok", detail="open on disk"))
+    monkeypatch.setenv("PATH", str(path))  # no nvidia-smi
+    module(path, "emerging_optimizers")
     transformer_engine(path, *WHOLE)
     module(path, "torch", TORCH.format(devices=2, major=9))
     module(path, "megatron")
@@ -154,7 +254,11 @@ def test_the_command_and_its_exit_codes(path: Path, capsys: pytest.CaptureFixtur
     (path / "megatron/core/package_info.py").write_text("__version__ = '0.19.2'")
     assert doctor.run(["--json", "--fp8"]) == 0
     report = json.loads(capsys.readouterr().out)
-    assert [each["state"] for each in report["packages"]] == ["ok", "ok", "ok", "absent", "absent", "absent"]
+    there = {each["package"] for each in report["packages"] if each["state"] == "ok"}
+    assert there == {"torch", "megatron-core", "transformer_engine", "emerging-optimizers", "seams"}
+    assert report["packages"][0]["origin"] == str(path / "torch")
+    assert report["packages"][0]["detail"].endswith("; CUDA 12.8, NCCL 2.27.5")
+    assert report["features"]["plugin in Megatron"] == {"active": True, "why": "seams open on disk"}
     assert report["fp8"]["can_be_active"] is True
     module(path, "torch", TORCH.format(devices=0, major=0))
     module(path, "apex")
@@ -174,6 +278,9 @@ def test_a_runs_ledger_says_whether_fp8_was_active(tmp_path: Path, capsys: pytes
     write(tmp_path / "fp8", 1.0, FP8)
     table = {"recipe": "delayed", "emulated": True, "kernel": "torch 2.99"}
     (tmp_path / "fp8" / "fp8.stage0.jsonl").write_text(json.dumps(table) + "\n")
+    write(tmp_path / "run" / "stability", 1.0, FP8)
+    assert doctor.run(["--run", str(tmp_path / "run")]) == 0, "found where `report` finds it"
+    assert "24 of 24" in capsys.readouterr().out
     write(tmp_path / "bf16", 1.0, {})
     write(tmp_path / "fallen", 1.0, {"fp8/gemms": 24.0, "fp8/fallbacks": 24.0})
     assert doctor.run(["--run", str(tmp_path / "fp8")]) == 0

@@ -17,6 +17,7 @@ from megatron.training import print_rank_0, training
 from torch.utils.data.dataloader import DataLoader, _MultiProcessingDataLoaderIter
 
 from megatron_stability.megatron.access.collectives import agree
+from megatron_stability.megatron.access.flags.argument_table import argument, is_set
 from megatron_stability.megatron.access.skipped import Masked, SkippedDocuments
 
 
@@ -254,11 +255,11 @@ def _as_list(iterators: Any) -> list[Any]:
 
 
 def _external(args: Namespace) -> bool:
-    return getattr(args, "dataloader_type", None) == "external"
+    return argument(args, "dataloader_type") == "external"
 
 
 def _saves_by_itself(iterator: Any, args: Namespace) -> bool:
-    return bool(getattr(args, "dataloader_save", None)) and hasattr(iterator, "save_state")
+    return is_set(args, "dataloader_save") and hasattr(iterator, "save_state")
 
 
 def _has_state(iterator: Any) -> bool:

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from megatron_stability.errors import UsageError
+from megatron_stability.megatron.access.flags.argument_table import given, is_set
 from megatron_stability.numerics import remainders
 
 
@@ -52,12 +53,12 @@ def refuse_what_has_no_plain_copies(args: Namespace, feature: str) -> None:
         ("optimizer_cpu_offload", "the master weights move between host and device"),
         ("overlap_param_gather_with_optimizer_step", "weights are on their way to other ranks when the step ends"),
     ):
-        if getattr(args, name, False):
+        if is_set(args, name):
             flag = "--" + name.replace("_", "-")
             raise UsageError(f"{feature} with {flag}: {why}; drop the flag or turn {feature} off")
-    if getattr(args, "use_precision_aware_optimizer", False):
-        kept = getattr(args, "main_params_dtype", torch.float32)
-        if kept is not torch.float32:
+    if is_set(args, "use_precision_aware_optimizer"):
+        kept = given(args, "main_params_dtype")
+        if kept not in (None, torch.float32):
             raise UsageError(
                 f"{feature} with --main-params-dtype {str(kept).removeprefix('torch.')}: such master weights have "
                 f"scales of their own and can't be scaled row by row; use fp32 or turn {feature} off"

@@ -22,6 +22,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron_stability.checkpoints.manifest import RANK_STATE
 from megatron_stability.files import parse_json
 from megatron_stability.ledger.entries import strict
+from megatron_stability.megatron.access.flags.argument_table import given
 from megatron_stability.observe import fingerprint
 from megatron_stability.observe.fingerprint import Fingerprint, combined
 from megatron_stability.observe.storage import plain
@@ -235,4 +236,4 @@ def layout_of(args: Namespace) -> dict[str, int]:
         *("world_size", "tensor_model_parallel_size", "pipeline_model_parallel_size", "data_parallel_size"),
         *("context_parallel_size", "expert_model_parallel_size", "virtual_pipeline_model_parallel_size"),
     )
-    return {name: int(getattr(args, name, None) or 1) for name in names}
+    return {name: int(given(args, name) or 1) for name in names}

@@ -24,6 +24,7 @@ from megatron_stability.data.blends import DataSet
 from megatron_stability.data.order import Blend, Order
 from megatron_stability.data.skips import Masks
 from megatron_stability.errors import UsageError
+from megatron_stability.megatron.access.flags.argument_table import argument
 
 _NOT_WITH = {
     "mock_data": "--mock-data has no documents",
@@ -141,7 +142,7 @@ def refuse_what_cannot_work(file: Path | None, args: Namespace) -> None:
     if file is None:
         return
     for name, why in _NOT_WITH.items():
-        if getattr(args, name, None):
+        if argument(args, name):
             raise UsageError(f"data.skip_list {file}: {why}; drop one of the two")
     if args.dataloader_type != "single":
         raise UsageError(f"data.skip_list {file}: goes with --dataloader-type single, not with {args.dataloader_type}")

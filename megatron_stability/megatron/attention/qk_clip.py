@@ -31,6 +31,7 @@ from megatron_stability.config import StabilityConfig
 from megatron_stability.errors import UsageError
 from megatron_stability.megatron.access import master_weights
 from megatron_stability.megatron.access.flags import cuda_graphs
+from megatron_stability.megatron.access.flags.argument_table import is_set
 from megatron_stability.megatron.attention import attention_layers
 from megatron_stability.megatron.attention.attention_layers import AttentionLayer
 from megatron_stability.megatron.attention.monitor import AttentionMonitor, Maxima
@@ -70,16 +71,16 @@ def refuse_what_cannot_work(config: StabilityConfig, args: Namespace) -> None:
             "qk_clip.measure probe with --context-parallel-size above 1: a rank has no keys of the other ranks; "
             "use forward"
         )
-    if config.qk_clip.measure == "probe" and getattr(args, "overlap_param_gather", False):
+    if config.qk_clip.measure == "probe" and is_set(args, "overlap_param_gather"):
         raise UsageError(
             "qk_clip.measure probe with --overlap-param-gather: after a step the weights of other ranks are not here "
             "yet; use forward, or drop the flag"
         )
     if not config.qk_clip.enabled:
         return
-    if getattr(args, "qk_clip", False):
+    if is_set(args, "qk_clip"):
         raise UsageError("--qk-clip and qk_clip.enabled: weights would be clipped twice; drop Megatron's --qk-clip")
-    if getattr(args, "qk_l2_norm", False):
+    if is_set(args, "qk_l2_norm"):
         raise UsageError(
             "--qk-l2-norm with qk_clip.enabled: that norm has no gain, so there is nothing to clip; turn qk_clip off"
         )

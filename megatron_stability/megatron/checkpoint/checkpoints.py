@@ -9,12 +9,11 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Callable
-from functools import partial, wraps
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_stability import files
 from megatron_stability.checkpoints import generations, manifest
@@ -23,10 +22,11 @@ from megatron_stability.config import StabilityConfig
 from megatron_stability.errors import UsageError
 from megatron_stability.megatron.access import collectives, optimizer_state, rank_state
 from megatron_stability.megatron.access.data_iterators import DataIterators
+from megatron_stability.megatron.access.flags.argument_table import argument
 from megatron_stability.megatron.access.host import Host
 from megatron_stability.megatron.checkpoint import shares
 from megatron_stability.megatron.checkpoint.completion import Completion, Prints, Save
-from megatron_stability.megatron.checkpoint.failed_save import Failure
+from megatron_stability.megatron.checkpoint.failed_save import Writing
 from megatron_stability.megatron.checkpoint.resume import acceptance, choose, starts_anew
 from megatron_stability.megatron.checkpoint.run_files import RunFiles
 from megatron_stability.megatron.checkpoint.trajectory import Trajectory
@@ -63,7 +63,7 @@ class Checkpoints:
         self._optimizer: Any = None
         self._states: tuple[str, ...] = ()
         self._prints: Prints = dict  # of the tensors that were saved last
-        self._unwritten: Failure | None = None  # of the save that goes on
+        self._writing = Writing()
         self._resumed: Manifest | None = None  # of the checkpoint that is being loaded
         self._ckpt_step: Any = None
         self._loaded_rank_state: dict[str, Any] | None = None
@@ -131,27 +131,8 @@ class Checkpoints:
         self._prints = dict
 
     def survives_a_full_disk[**P, T](self, write: Callable[P, T]) -> Callable[P, T | None]:
-        """Let training go on where Megatron's writer failed, which it tells every rank by an exception on each.
-
-        Args:
-            write: Megatron's own writing, or the end of it.
-
-        Returns:
-            The same, but that a failed write is remembered, and returns None.
-        """
-
-        @wraps(write)
-        def guarded(*args: P.args, **kwargs: P.kwargs) -> T | None:
-            if self._unwritten is not None:  # an asynchronous save's next part, which rank 0 would write to a full disk
-                return None
-            try:
-                return write(*args, **kwargs)
-            except CheckpointException as error:
-                whose = {rank: f"rank {rank}: {reason}" for rank, (reason, _) in error.failures.items()}
-                self._unwritten = Failure(next(iter(whose.values()), "another rank could not write"), no_space=True)
-                return None
-
-        return guarded if self._on else write
+        """See `Writing.guarded`; Megatron's own where checkpoints have no manifest."""
+        return self._writing.guarded(write) if self._on else write
 
     def moves_tracker(self) -> bool:
         """Whether the tracker file is ours to move: it names a step only after that step's marker."""
@@ -202,7 +183,7 @@ class Checkpoints:
 
     def _complete(self, save: Save) -> None:
         """Begin the completion of what is written, and let training go on."""
-        unwritten, self._unwritten = self._unwritten, None
+        unwritten = self._writing.take()
         if unwritten is None:
             self.completion.begin(save)
         elif save.rank == 0:  # on every rank unwritten, so none waits for another's share
@@ -220,7 +201,7 @@ class Checkpoints:
         if not self._on or load_dir is None:
             return
         self.close()  # a checkpoint that is being completed may be the newest
-        self._ckpt_step = getattr(self._args, "ckpt_step", None)
+        self._ckpt_step = argument(self._args, "ckpt_step")
         root = Path(load_dir)
         chosen = self._chosen or choose.choose(root, self._args, self._config.checkpoint)
         self._chosen = None

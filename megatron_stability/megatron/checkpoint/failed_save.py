@@ -5,10 +5,13 @@ from __future__ import annotations
 import errno
 import shutil
 from collections.abc import Callable
+from functools import wraps
 from pathlib import Path
 from typing import NamedTuple
 
-from megatron_stability.echo import said
+from torch.distributed.checkpoint.api import CheckpointException
+
+from megatron_stability.echo import say
 from megatron_stability.errors import UsageError
 
 NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
@@ -49,9 +52,45 @@ def attempt[T](work: Callable[[], T]) -> tuple[T | None, Failure | None]:
         return None, Failure(str(error))
 
 
+class Writing:
+    """Of one save: Megatron's writing, and whether it failed, which it tells every rank by an exception on each."""
+
+    def __init__(self) -> None:
+        """Nothing failed."""
+        self._failure: Failure | None = None
+
+    def take(self) -> Failure | None:
+        """What failed since the last call."""
+        failure, self._failure = self._failure, None
+        return failure
+
+    def guarded[**P, T](self, write: Callable[P, T]) -> Callable[P, T | None]:
+        """Let training go on where a write fails.
+
+        Args:
+            write: Megatron's own writing, or the end of it.
+
+        Returns:
+            The same, but that a failed write is remembered, and returns None.
+        """
+
+        @wraps(write)
+        def guarded(*args: P.args, **kwargs: P.kwargs) -> T | None:
+            if self._failure is not None:  # an asynchronous save's next part, which rank 0 would write to a full disk
+                return None
+            try:
+                return write(*args, **kwargs)
+            except CheckpointException as error:
+                whose = {rank: f"rank {rank}: {reason}" for rank, (reason, _) in error.failures.items()}
+                self._failure = Failure(next(iter(whose.values()), "another rank could not write"), no_space=True)
+                return None
+
+        return guarded
+
+
 def tell(folder: Path, failure: Failure) -> None:
     """Rank 0: say why a folder does not count, and remove it where it only takes space."""
-    print(f"> megatron-stability: {folder.name} does not count as a checkpoint: {said(failure.text)}", flush=True)
+    say(f"{folder.name} does not count as a checkpoint: {failure.text}")
     if failure.no_space:
         shutil.rmtree(folder, ignore_errors=True)
-        print(f"> megatron-stability: {folder.name} was removed to give its space back", flush=True)
+        say(f"{folder.name} was removed to give its space back")

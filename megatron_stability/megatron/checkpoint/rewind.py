@@ -30,6 +30,7 @@ from megatron_stability.config import StabilityConfig
 from megatron_stability.errors import EXIT_HALTED, EXIT_REWIND, HaltedError, UsageError
 from megatron_stability.megatron.access import collectives, rank_state
 from megatron_stability.megatron.access.data_iterators import draw
+from megatron_stability.megatron.access.flags.argument_table import argument
 from megatron_stability.megatron.checkpoint import snapshot
 from megatron_stability.megatron.checkpoint.checkpoints import Checkpoints
 from megatron_stability.megatron.checkpoint.snapshot import Snapshot
@@ -66,7 +67,7 @@ class Rewinds:
             HaltedError: on every rank alike; `--ckpt-step` tries all the same.
         """
         found: RunState | None = collectives.from_rank_0(lambda: run_state.read(folder))
-        if found is None or found.status != "halt" or found.attempt is None or getattr(self._args, "ckpt_step", None):
+        if found is None or found.status != "halt" or found.attempt is None or argument(self._args, "ckpt_step"):
             return
         if found.attempt.place == self._checkpoints.trajectory.loads and found.attempt.starts >= MAX_STARTS:
             step = found.attempt.place.step

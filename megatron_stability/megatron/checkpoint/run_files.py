@@ -22,6 +22,7 @@ from megatron_stability.data.blends import DataSet, data_sets
 from megatron_stability.data.fingerprint import Look
 from megatron_stability.errors import UsageError
 from megatron_stability.megatron.access.collectives import first, from_rank_0
+from megatron_stability.megatron.access.flags.argument_table import argument
 from megatron_stability.megatron.checkpoint.resume import training_args
 
 SEARCH_S = 60.0  # how long a rank may look for an id beyond the vocabulary, once there is one
@@ -99,7 +100,7 @@ class RunFiles:
     def _judge(self, vocab_size: int) -> None:
         looks = self.found().looks
         indexes = {each.index.prefix: each.index for each in looks}
-        splits.refuse_empty(data_sets(self._args), indexes, getattr(self._args, "split", None))
+        splits.refuse_empty(data_sets(self._args), indexes, argument(self._args, "split"))
         for each in looks:
             if each.largest_id >= vocab_size:
                 raise UsageError(f"{each.index.bin} {_beyond(each.largest_id, vocab_size)}")

@@ -14,7 +14,7 @@ from megatron_stability.checkpoints.generations import TRACKER, Survey
 from megatron_stability.checkpoints.lineage import History, Place
 from megatron_stability.checkpoints.manifest import Manifest
 from megatron_stability.config import Checkpoint
-from megatron_stability.echo import said
+from megatron_stability.echo import say
 from megatron_stability.errors import UsageError
 from megatron_stability.megatron.access.collectives import from_rank_0
 from megatron_stability.megatron.checkpoint.failed_save import Failure, attempt, tell
@@ -82,11 +82,7 @@ class Trajectory:
         root = self._root
         if root is None or self._args.iteration > 0 or self._config.new_lineage:
             return
-        survey, tracker = Survey(root), generations.read_tracker(root)
-        named = generations.folder_of(root, tracker) if isinstance(tracker, int) else root / "release"
-        stock = tracker is not None and named.is_dir() and not any(each.manifest for each in survey.found)
-        if survey.candidates or stock:
-            newest = survey.candidates[0].folder.name if survey.candidates else f"{TRACKER} {tracker}"
+        if (newest := _newest_in(root)) is not None:
             raise UsageError(
                 f"--save {root}: holds a run's checkpoints ({newest}), and this start is from the beginning; give "
                 f"--load {root} to go on with it (without --finetune), another --save, or "
@@ -105,7 +101,7 @@ class Trajectory:
         if root is None or not root.is_dir():
             return None
         for folder in asides.put_back(root):
-            _say(f"{folder.name} is there again: its step was being saved anew, and that came to no end")
+            say(f"{folder.name} is there again: its step was being saved anew, and that came to no end")
         place, why = None, "a start from the beginning"
         if self._loaded is not None:
             chosen, folder = self._loaded
@@ -166,7 +162,7 @@ class Trajectory:
         survivors = {each.folder for each in after.candidates}
         for each in survey.candidates:
             if each.folder not in survivors:
-                _say(
+                say(
                     f"{each.folder.name} is suspect from now on: left behind by {why}; --ckpt-step {each.step} takes "
                     "it back"
                 )
@@ -206,7 +202,7 @@ class Trajectory:
             self._history = self._history.with_failed(places)
             self._write(root)
         for place in places:
-            _say(f"iter_{place.step:07d} is suspect from now on: a start from it could apply no update")
+            say(f"iter_{place.step:07d} is suspect from now on: a start from it could apply no update")
 
     # --- a save -----------------------------------------------------------------------------------------------------
 
@@ -235,15 +231,15 @@ class Trajectory:
         if self._config.keep:
             gone, failure = attempt(lambda: generations.retire(folder.parent, self._config.keep))
             for each in gone or ():
-                _say(f"{each.name} was deleted (--stability-checkpoint-keep)")
+                say(f"{each.name} was deleted (--stability-checkpoint-keep)")
             if failure is not None:  # this checkpoint counts all the same
-                _say(f"--stability-checkpoint-keep: {failure.text}")
+                say(f"--stability-checkpoint-keep: {failure.text}")
 
     def _write(self, root: Path) -> None:
         """Where it fails, manifests and tracker say nearly as much, and the next write makes good for it."""
         _, failure = attempt(lambda: history.write(root, self._history))
         if failure is not None:
-            _say(failure.text)
+            say(failure.text)
 
     def is_evidence(self, folder: Path, whole: Manifest) -> None:
         """Rank 0, once a suspect is written: what it would have replaced takes its place again."""
@@ -261,7 +257,7 @@ class Trajectory:
         tell(folder, failure)
         if asides.aside_of(folder) is not None:
             for back in asides.put_back(folder.parent):
-                _say(f"{back.name} is the one from before again")
+                say(f"{back.name} is the one from before again")
 
     def halted(self, step: int, reason: str) -> None:
         """Rank 0: mark what was saved in the last `suspect_steps` steps, and what could apply no update."""
@@ -269,7 +265,7 @@ class Trajectory:
         for each in generations.candidates(root) if window and root is not None else ():
             if each.step > step - window:
                 generations.mark_suspect(each.folder, f"saved {step - each.step} steps before a halt: {reason}")
-                _say(f"{each.folder.name} is marked suspect")
+                say(f"{each.folder.name} is marked suspect")
         self.condemn()
 
     def saved_at(self, step: int) -> bool:
@@ -277,12 +273,18 @@ class Trajectory:
         return self._at is not None and self._at.step == step
 
 
+def _newest_in(root: Path) -> str | None:
+    """What a run has saved last in a folder, with or without manifests; None: nothing."""
+    survey, tracker = Survey(root), generations.read_tracker(root)
+    if survey.candidates:
+        return survey.candidates[0].folder.name
+    named = generations.folder_of(root, tracker) if isinstance(tracker, int) else root / "release"
+    stock = tracker is not None and named.is_dir() and not any(each.manifest for each in survey.found)
+    return f"{TRACKER} {tracker}" if stock else None
+
+
 def _point_at(root: Path, step: int) -> None:
     tracker = generations.read_tracker(root)
     if tracker != step:
         generations.write_tracker(root, step)
-        _say(f"{TRACKER} names step {step} now (before: {tracker})")
-
-
-def _say(text: str) -> None:
-    print(said(f"> megatron-stability: {text}"), flush=True)
+        say(f"{TRACKER} names step {step} now (before: {tracker})")

@@ -6,7 +6,7 @@ from argparse import Namespace
 
 from megatron_stability.errors import UsageError
 from megatron_stability.megatron.access.flags import cuda_graphs
-from megatron_stability.megatron.access.flags.argument_table import names_own_spec
+from megatron_stability.megatron.access.flags.argument_table import argument, is_set, names_own_spec
 from megatron_stability.numerics.fp8.config import Fp8
 
 _RECIPES = ("delayed", "tensorwise", "blockwise", "mxfp8")
@@ -18,7 +18,7 @@ def refuse_inactive_fp8(fp8: Fp8, mode: str, args: Namespace) -> None:
     Raises:
         UsageError: names the flag and the way out.
     """
-    asked = getattr(args, "fp8", None)
+    asked = argument(args, "fp8")
     if asked and args.transformer_impl == "local":
         raise UsageError(
             f"--fp8-format {asked} with --transformer-impl local would train in BF16: FP8 needs Transformer Engine "
@@ -36,11 +36,6 @@ def refuse_inactive_fp8(fp8: Fp8, mode: str, args: Namespace) -> None:
         (not names_own_spec(args), "no --spec", "add --spec megatron_stability"),
         (bool(args.moe_grouped_gemm), "--moe-grouped-gemm", "experts must be linears of their own; drop the flag"),
         (bool(args.recompute_granularity), "--recompute-granularity", "a second forward would count amax twice"),
-        (
-            getattr(args, "tp_only_amax_red", False) and args.data_parallel_size > 1,
-            "--tp-only-amax-red",
-            "scales then differ over data-parallel ranks, and a checkpoint holds one of them; drop the flag",
-        ),
     )
     for wrong, other, why in pairs:
         if wrong:
@@ -49,7 +44,7 @@ def refuse_inactive_fp8(fp8: Fp8, mode: str, args: Namespace) -> None:
 
 def active_transformer_engine(args: Namespace) -> bool:
     """Whether Megatron runs FP8 through Transformer Engine."""
-    return bool(getattr(args, "fp8", None)) and args.transformer_impl == "transformer_engine"
+    return bool(argument(args, "fp8")) and args.transformer_impl == "transformer_engine"
 
 
 def _refuse_for_transformer_engine(fp8: Fp8, mode: str, args: Namespace) -> None:
@@ -61,11 +56,11 @@ def _refuse_for_transformer_engine(fp8: Fp8, mode: str, args: Namespace) -> None
         (mode == "off", "--stability-mode off", "the plugin is off; use observe or act"),
         (graphs is not None, str(graphs), "a replayed graph calls no feature"),
         (
-            getattr(args, "fp8_recipe", "delayed") not in _RECIPES,
-            f"--fp8-recipe {getattr(args, 'fp8_recipe', None)}",
+            argument(args, "fp8_recipe") not in _RECIPES,
+            f"--fp8-recipe {argument(args, 'fp8_recipe')}",
             f"its quantizers are not known here; use one of {', '.join(_RECIPES)}",
         ),
-        (bool(getattr(args, "delay_wgrad_compute", False)), "--delay-wgrad-compute", "TE's debug path can't delay it"),
+        (is_set(args, "delay_wgrad_compute"), "--delay-wgrad-compute", "TE's debug path can't delay it"),
     )
     for wrong, other, why in pairs:
         if wrong:

@@ -2,7 +2,8 @@
 
 Delayed scaling, as TE does it (`FP8GlobalStateManager`): after each micro-batch's forward the amaxes of inputs and
 weights, after its backward those of gradients, are reduced with MAX over TP x DP x CP of the pipeline stage (TP x CP
-with --tp-only-amax-red; `core/parallel_state.py get_amax_reduction_group`), then histories roll and scales follow.
+with the model's `tp_only_amax_red`; `core/parallel_state.py get_amax_reduction_group`), then histories roll and scales
+follow.
 Current scaling needs no collective here (see `fp8_linear`), block and MXFP8 none at all: TE reduces none either.
 """
 
@@ -19,7 +20,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.utils import get_model_config
 
+from megatron_stability.echo import say
 from megatron_stability.errors import UsageError
 from megatron_stability.megatron.access.collectives import gather_json
 from megatron_stability.megatron.fp8.linear import GRAD, Backward, Fp8ColumnParallelLinear, Fp8RowParallelLinear, State
@@ -27,6 +30,7 @@ from megatron_stability.numerics.fp8 import stats
 from megatron_stability.numerics.fp8.config import Fp8
 from megatron_stability.numerics.fp8.recipes import Recipe, delayed_update
 from megatron_stability.observe.fp8 import samples as fp8_samples
+from megatron_stability.observe.fp8.guard import ScalingGuard
 from megatron_stability.observe.fp8.telemetry import SIGNALS, AmaxHistory, binades, worst
 from megatron_stability.observe.hook import Hook
 from megatron_stability.records import StepRecord
@@ -84,12 +88,17 @@ class Fp8Hook(Hook):
             state.scale, state.staged, state.step_amax = self.scale[i], self.history[0, i], self.step_amax[i]
         self._amax_past = AmaxHistory(3 * n, device)
         self._kept = self.scale.clone(), self.history.clone()
-        self._stale_skips, self._calibrate_until, self._step = 0, 0, 0
-        self._loaded = False
+        self._guard, self._step = ScalingGuard(fp8, device, dist.get_rank() == 0), 0
         self._all_linears = _linears(model)
         if self.recipe.name == "delayed":
+            only_tensor = bool(get_model_config(model[0]).tp_only_amax_red)  # Megatron has no flag for it, Bridge has
+            if only_tensor and parallel_state.get_data_parallel_world_size() > 1:
+                raise UsageError(
+                    f"--stability-fp8-emulate {fp8.emulate} with tp_only_amax_red: scales then differ over "
+                    "data-parallel ranks, and a checkpoint holds one of them; set it to false"
+                )
             self._group = parallel_state.get_amax_reduction_group(
-                with_context_parallel=True, tp_only_amax_red=getattr(args, "tp_only_amax_red", False)
+                with_context_parallel=True, tp_only_amax_red=only_tensor
             )
             self._update_with(model)
 
@@ -127,12 +136,11 @@ class Fp8Hook(Hook):
 
     def train_begins(self) -> None:
         """Say what this run is; refuse a resume whose scales are lost."""
-        if dist.get_rank() == 0:
-            print(
-                f"> megatron-stability: FP8 is EMULATED ({self.recipe.name}): a dry run of its numerics; speed and "
-                "memory say nothing about FP8 hardware",
-                flush=True,
-            )
+        say(
+            f"FP8 is EMULATED ({self.recipe.name}): a dry run of its numerics; speed and memory say nothing about FP8 "
+            "hardware",
+            dist.get_rank() == 0,
+        )
 
     def step_begins(self, step: int) -> None:
         """Before the forward of `step`."""
@@ -141,7 +149,7 @@ class Fp8Hook(Hook):
         self._kept[1].copy_(self.history)
         self.step_amax.zero_()
         sampled = step % self._fp8.sample_every == 0
-        calibrating = step <= self._calibrate_until
+        calibrating = step <= self._guard.recalibrates_until
         for state in self.states:
             state.samples = (
                 torch.zeros(3, len(stats.COLUMNS), dtype=torch.float64, device=self._device) if sampled else None
@@ -162,7 +170,7 @@ class Fp8Hook(Hook):
         share = len(self.states) / max(1, self._all_linears)
         signals["fp8/gemms"] = torch.tensor(runs / share)
         signals["fp8/fallbacks"] = torch.tensor(runs / share - quantized)
-        if self._step % self._fp8.sample_every == 0 and self._step > self._calibrate_until:
+        if self._step % self._fp8.sample_every == 0 and self._step > self._guard.recalibrates_until:
             signals |= self._sampled(amax, scale)
         return signals
 
@@ -170,24 +178,12 @@ class Fp8Hook(Hook):
         """A withheld step leaves no trace, unless stale scales are why steps are withheld again and again."""
         if updated:
             self._amax_past.learn(self.step_amax.view(-1), self._scales().view(-1))
-            self._stale_skips = 0
+            self._guard.applied()
             return
         stale = self.recipe.name == "delayed" and bool((self.step_amax * self._kept[0] > self._limits * _STALE).any())
-        if parallel_state.get_pipeline_model_parallel_world_size() > 1 or dist.get_world_size() > 1:
-            flag = torch.tensor(float(stale), device=self._device)
-            dist.all_reduce(flag, op=dist.ReduceOp.MAX)  # every rank is in the same withheld step
-            stale = bool(flag)
-        self._stale_skips = self._stale_skips + 1 if stale else 0
-        if self._stale_skips >= self._fp8.keep_amax_after_skips:
-            if dist.get_rank() == 0:
-                print(
-                    f"> megatron-stability: step {record.step} withheld with stale FP8 scales for the "
-                    f"{self._stale_skips}. time in a row: the new amax is kept",
-                    flush=True,
-                )
-            return
-        self.scale.copy_(self._kept[0])
-        self.history.copy_(self._kept[1])
+        if self._guard.puts_back(record.step, stale):
+            self.scale.copy_(self._kept[0])
+            self.history.copy_(self._kept[1])
 
     def _scales(self) -> torch.Tensor:
         """[n, 3]: the scales of delayed scaling, what the amax implies for current, NaN for blocks (they have many)."""
@@ -246,18 +242,13 @@ class Fp8Hook(Hook):
                 self.scale[i] = _tensor(saved["scale"]).to(self._device)
                 self.history[:, i] = _tensor(saved["history"]).view(-1, 3).to(self._device)
             return
-        if self._fp8.recalibrate == 0:
-            raise UsageError(
-                f"the checkpoint of iteration {self._args.iteration} {complaint}; give --stability-fp8-recalibrate "
-                "STEPS to set the scales anew, or resume from a checkpoint of an emulated delayed-scaling run"
-            )
-        self._calibrate_until = self._args.iteration + self._fp8.recalibrate
-        if dist.get_rank() == 0:
-            print(
-                f"> megatron-stability: the checkpoint {complaint}; steps up to {self._calibrate_until} run without "
-                "quantization and set the FP8 scales",
-                flush=True,
-            )
+        self._guard.lacking(
+            complaint,
+            self._args.iteration,
+            "give --stability-fp8-recalibrate STEPS to set the scales anew, or resume from a checkpoint of an emulated "
+            "delayed-scaling run",
+            "steps up to {until} run without quantization and set the FP8 scales",
+        )
 
     def _complaint(self, state: Mapping[str, Any] | None) -> str | None:
         if state is None or state["recipe"] != "delayed":

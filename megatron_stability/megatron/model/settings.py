@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from megatron_stability.config import StabilityConfig, flag
 from megatron_stability.errors import UsageError
 from megatron_stability.megatron.access.flags import cuda_graphs
-from megatron_stability.megatron.access.flags.argument_table import names_own_spec, query_groups
+from megatron_stability.megatron.access.flags.argument_table import argument, is_set, names_own_spec, query_groups
 from megatron_stability.megatron.model import embedding_clip
 from megatron_stability.numerics.config import Model
 from megatron_stability.numerics.init_std import d_model_std
@@ -61,17 +61,17 @@ def _pairs(config: StabilityConfig, args: Namespace) -> Iterator[tuple[str, str,
         yield from _of_the_loss(name("z_loss" if model.z_loss > 0 else "final_softcap"), args)
     if model.qk_norm == "none" and model.qk_norm_scale != 1.0:
         yield name("qk_norm_scale"), f"{name('qk_norm')} none", "there is no norm to scale; choose one"
-    if model.init.embedding == "d_model" and getattr(args, "use_mup", False):
+    if model.init.embedding == "d_model" and is_set(args, "use_mup"):
         yield name("init", "embedding"), "--use-mup", "µP keeps the embedding's deviation at its base width's"
     if model.init.embedding == "d_model" and args.embedding_init_method_std is not None:
         yield name("init", "embedding"), "--embedding-init-method-std", "both set the same deviation; keep one"
 
 
 def _of_the_loss(setting: str, args: Namespace) -> Iterator[tuple[str, str, str]]:
-    if getattr(args, "cross_entropy_loss_fusion", False):
+    if is_set(args, "cross_entropy_loss_fusion"):
         why = "the fused loss of this plugin takes its place; drop the flag"
         yield setting, "--cross-entropy-loss-fusion", why
-    if getattr(args, "fp16_lm_cross_entropy", False):
+    if is_set(args, "fp16_lm_cross_entropy"):
         yield setting, "--fp16-lm-cross-entropy", "the loss is computed in fp32; drop the flag"
     if cuda_graphs.whole_step(args):
         why = "a replayed step would not add to log-Z; capture layers only"
@@ -92,11 +92,11 @@ def _of_the_spec(config: StabilityConfig, args: Namespace) -> Iterator[tuple[str
     if not names_own_spec(args):
         other = f"--spec {' '.join(args.spec)}" if args.spec else "no --spec"
         yield setting, other, "the setting acts through the layer spec; add --spec megatron_stability"
-    if getattr(args, "multi_latent_attention", False):
+    if is_set(args, "multi_latent_attention"):
         yield setting, "--multi-latent-attention", "MLA normalises and initialises its own latent projections"
-    if getattr(args, "experimental_attention_variant", None) is not None:
+    if argument(args, "experimental_attention_variant") is not None:
         yield setting, "--experimental-attention-variant", "that attention does not come from this layer spec"
-    if args.mtp_num_layers and not getattr(args, "stability_own_model", False):
+    if args.mtp_num_layers and not is_set(args, "stability_own_model"):
         yield (
             setting,
             "--mtp-num-layers",
@@ -111,7 +111,7 @@ def _of_the_spec(config: StabilityConfig, args: Namespace) -> Iterator[tuple[str
         why = f"{args.num_attention_heads} attention heads can't be shared out evenly; use a size that divides them"
         yield setting, f"--tensor-model-parallel-size {tp}", why
     if model.init.qk != "megatron":
-        if getattr(args, "use_mup", False):
+        if is_set(args, "use_mup"):
             yield name("init", "qk"), "--use-mup", "µP sets these rows' deviation itself; keep one"
         if groups % tp:
             yield _groups(name("init", "qk"), tp, groups)
@@ -125,7 +125,7 @@ def _groups(setting: str, tp: int, groups: int) -> tuple[str, str, str]:
 def _of_qk_norm(config: StabilityConfig, args: Namespace) -> Iterator[tuple[str, str, str]]:
     model = config.model
     setting = f"{name('qk_norm')} {model.qk_norm}"
-    if getattr(args, "qk_l2_norm", False):
+    if is_set(args, "qk_l2_norm"):
         yield setting, "--qk-l2-norm", "two norms for the same queries and keys; keep one (ours is rms_no_gain)"
     if model.qk_norm == "rms_no_gain" and config.qk_clip.enabled:
         yield setting, flag(("qk_clip", "enabled")), "that norm has no gain, so there is nothing to clip; turn it off"
@@ -155,16 +155,16 @@ def _of_flex(kernel: str, config: StabilityConfig, args: Namespace) -> Iterator[
         yield kernel, "--attention-dropout above 0", "FlexAttention has no dropout; use 0 or the kernel `dense`"
     if args.context_parallel_size > 1:
         yield kernel, "--context-parallel-size above 1", "FlexAttention sees one rank's keys; use auto"
-    if getattr(args, "softmax_type", "vanilla") != "vanilla":
+    if argument(args, "softmax_type") != "vanilla":
         why = "FlexAttention has no softmax offset; use the kernel `dense`"
         yield kernel, f"--softmax-type {args.softmax_type}", why
-    if getattr(args, "create_attention_mask_in_dataloader", False):
+    if is_set(args, "create_attention_mask_in_dataloader"):
         why = "FlexAttention makes its own mask; add --no-create-attention-mask-in-dataloader or use the kernel `dense`"
         yield kernel, "an attention mask from the data loader", why
     packed = ("sft", "hybrid_context_parallel", "dynamic_context_parallel")
-    if (name_ := next((each for each in packed if getattr(args, each, False)), None)) is not None:
+    if (name_ := next((each for each in packed if is_set(args, each)), None)) is not None:
         yield kernel, f"--{name_.replace('_', '-')}", "FlexAttention takes no packed sequences; use the kernel `dense`"
-    if getattr(args, "distributed_backend", "nccl") == "gloo":
+    if argument(args, "distributed_backend") == "gloo":
         yield kernel, "--distributed-backend gloo", "FlexAttention has no backward on a CPU; use the kernel `dense`"
     measured = config.qk_clip.enabled or config.observe.attention.enabled
     if measured and config.qk_clip.measure == "forward":

@@ -13,11 +13,13 @@ from megatron.core import parallel_state
 
 from megatron_stability.config import StabilityConfig
 from megatron_stability.detect.base import Detector, blind, silent
+from megatron_stability.echo import say
 from megatron_stability.errors import UsageError
 from megatron_stability.megatron.access import master_weights, skipped
 from megatron_stability.megatron.access.collectives import gather_json
 from megatron_stability.megatron.access.data_iterators import DataIterators
 from megatron_stability.megatron.access.flags import cuda_graphs
+from megatron_stability.megatron.access.flags.argument_table import is_set
 from megatron_stability.megatron.access.host import Host
 from megatron_stability.megatron.attention import qk_clip
 from megatron_stability.megatron.checkpoint.checkpoints import Checkpoints
@@ -120,13 +122,11 @@ def build(run: Context) -> list[Hook]:
 def _transformer_engine_hook(context: Context) -> Hook:
     from megatron_stability.transformer_engine.hook import Run, TransformerEngineHook
 
-    fp8, args, device = context.config.fp8, context.args, context.device
+    args, device = context.args, context.device
     run = Run(
         recipe=args.fp8_recipe,
         margin=args.fp8_margin,
-        sample_every=fp8.sample_every,
-        recalibrate=fp8.recalibrate,
-        keep_amax_after_skips=fp8.keep_amax_after_skips,
+        fp8=context.config.fp8,
         iteration=lambda: int(args.iteration),
         loaded=lambda: context.checkpoints.extra_states,
         stage=parallel_state.get_pipeline_model_parallel_rank(),
@@ -138,22 +138,16 @@ def _transformer_engine_hook(context: Context) -> Hook:
     return TransformerEngineHook(context.model, device, run)
 
 
-def say(args: Namespace, what: str) -> None:
-    """One line from rank 0 on what can't be active."""
-    if args.rank == 0:
-        print(f"> megatron-stability: {what}", flush=True)
-
-
 def say_what_is_silent(args: Namespace, detectors: Sequence[Detector], available: Collection[str]) -> Collection[str]:
     """A line on detectors whose signals no hook measures, and one on those still blind; returns the former's names."""
     lacking = silent(detectors, available)
     if lacking:
         names = ", ".join(f"{name} ({', '.join(missing)})" for name, missing in lacking.items())
-        say(args, f"detectors without their signals in this run: {names}")
+        say(f"detectors without their signals in this run: {names}", args.rank == 0)
     begins = blind([detector for detector in detectors if detector.name not in lacking], args.iteration + 1)
     if begins and args.iteration > 0:
         names = ", ".join(f"{name} until step {step}" for name, step in begins.items())
-        say(args, f"detectors without a baseline, as after a start without saved state: {names}")
+        say(f"detectors without a baseline, as after a start without saved state: {names}", args.rank == 0)
     return lacking
 
 
@@ -166,12 +160,15 @@ def _observers(run: Context) -> list[Hook]:
     if observe.replicas.weights_every or observe.replicas.compute_every:
         hooks.append(ReplicaHook(observe.replicas, model, device, args, vocab_size))
     hooks.append(StepHook(float(optimizer.config.clip_grad)))
-    if flag := next((name for name in _NO_PLAIN_MASTERS if getattr(args, name, False)), None):
-        say(args, f"--{flag.replace('_', '-')}: no norms of weights, for their masters are no plain fp32 tensors")
+    if flag := next((name for name in _NO_PLAIN_MASTERS if is_set(args, name)), None):
+        say(
+            f"--{flag.replace('_', '-')}: no norms of weights, for their masters are no plain fp32 tensors",
+            args.rank == 0,
+        )
         norms = norms.model_copy(update={"params_every": 0})
     hooks.append(NormsHook(norms, model, optimizer, args, vocab_size))
     if (graphs := cuda_graphs.flag(args)) is not None:
-        say(args, f"{graphs}: a replayed graph calls no hook, so batches and experts are not observed")
+        say(f"{graphs}: a replayed graph calls no hook, so batches and experts are not observed", args.rank == 0)
     elif args.num_experts and observe.moe.every:
         hooks.append(MoeHook(observe.moe.every, model))
     if args.do_valid:

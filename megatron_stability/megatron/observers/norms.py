@@ -14,6 +14,7 @@ import torch
 from megatron.core import parallel_state
 
 from megatron_stability.megatron.access import master_weights
+from megatron_stability.megatron.access.flags.argument_table import argument
 from megatron_stability.megatron.access.parameters import layer_of, once
 from megatron_stability.observe.config import Norms
 from megatron_stability.observe.hook import Hook
@@ -41,7 +42,7 @@ class NormsHook(Hook):
         self._layers, self._vocab_size = int(args.num_layers), vocab_size
         self._counted = [
             (name, parameter)
-            for name, parameter in once(model, optimizer, int(getattr(args, "num_distributed_optimizer_instances", 1)))
+            for name, parameter in once(model, optimizer, int(argument(args, "num_distributed_optimizer_instances")))
         ]
         layers = layer_of(model)
         self._layer_index = {name: layers[name] - 1 for name, _ in self._counted if name in layers}

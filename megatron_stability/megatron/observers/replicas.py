@@ -28,6 +28,7 @@ from megatron_stability.config import StabilityConfig
 from megatron_stability.errors import UsageError
 from megatron_stability.megatron.access import rank_state
 from megatron_stability.megatron.access.flags import cuda_graphs
+from megatron_stability.megatron.access.flags.argument_table import argument, is_set
 from megatron_stability.megatron.access.optimizer_state import ForwardState
 from megatron_stability.observe.config import Replicas as Settings
 from megatron_stability.observe.fingerprint import digest
@@ -175,12 +176,12 @@ def refuse_what_cannot_work(config: StabilityConfig, args: Namespace) -> None:
     for flag, active, why in (
         ("--context-parallel-size above 1", args.context_parallel_size > 1, "context ranks see different positions"),
         ("--expert-model-parallel-size above 1", args.expert_model_parallel_size > 1, "experts mix ranks' tokens"),
-        ("--mtp-num-layers", bool(getattr(args, "mtp_num_layers", None)), "MTP layers log what they see"),
-        ("--fp8-format", bool(getattr(args, "fp8", None)), "amax histories would take it in"),
+        ("--mtp-num-layers", is_set(args, "mtp_num_layers"), "MTP layers log what they see"),
+        ("--fp8-format", bool(argument(args, "fp8")), "amax histories would take it in"),
         ("fp8.emulate", config.fp8.emulate != "none", "amax histories would take it in"),
         (
             "--defer-embedding-wgrad-compute",
-            bool(getattr(args, "defer_embedding_wgrad_compute", False)),
+            is_set(args, "defer_embedding_wgrad_compute"),
             "it keeps activations back",
         ),
         (str(cuda_graphs.flag(args)), cuda_graphs.flag(args) is not None, "graphs are captured of the step"),

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from megatron_stability import files
 from megatron_stability.ledger.sketches import FILE
 from megatron_stability.megatron.access import master_weights
+from megatron_stability.megatron.access.flags.argument_table import argument
 from megatron_stability.megatron.access.parameters import layer_of, once
 from megatron_stability.observe.hook import Hook
 from megatron_stability.observe.sketch import K, seed_of, sketch
@@ -43,7 +44,7 @@ class SketchHook(Hook):
         """
         self._every, self._optimizer, self._device, self._folder = every, optimizer, device, folder
         self._layers, self._step = int(args.num_layers), 0
-        instances = int(getattr(args, "num_distributed_optimizer_instances", 1))
+        instances = int(argument(args, "num_distributed_optimizer_instances"))
         self._counted = list(once(model, optimizer, instances))
         self._row = layer_of(model)
 

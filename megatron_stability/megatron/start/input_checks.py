@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_stability import config as tree
 from megatron_stability.data import blends, index, splits
 from megatron_stability.errors import UsageError
+from megatron_stability.megatron.access.flags.argument_table import argument
 from megatron_stability.megatron.fp8.flags import refuse_inactive_fp8
 
 if TYPE_CHECKING:
@@ -131,7 +132,7 @@ def check_data(args: argparse.Namespace) -> None:
     """
     data_sets = blends.data_sets(args)
     indexes = {each.prefix: index.read(each.flag, each.prefix) for each in data_sets}
-    splits.refuse_empty(data_sets, indexes, getattr(args, "split", None))
+    splits.refuse_empty(data_sets, indexes, argument(args, "split"))
 
 
 def check_device() -> None:
@@ -217,7 +218,7 @@ def _refuse_missing(args: argparse.Namespace) -> None:
     if not args.skip_train and (args.train_iters or args.train_samples or 0) < 1:
         raise UsageError("--train-iters: give at least 1, or --train-samples")
     data = ("data_path", "train_data_path", "data_args_path", "per_split_data_args_path", "mock_data")
-    if not any(getattr(args, name, None) for name in data):
+    if not any(argument(args, name) for name in data):
         raise UsageError(
             "no data: give --data-path PREFIX, which `megatron-stability prepare-data` makes, or --mock-data"
         )

@@ -30,6 +30,7 @@ from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_l
 
 from megatron_stability.errors import UsageError
 from megatron_stability.megatron import arguments, seams
+from megatron_stability.megatron.access.flags.argument_table import argument
 from megatron_stability.megatron.model import layer_specs
 from megatron_stability.megatron.start import faults
 
@@ -75,7 +76,7 @@ def refuse_what_is_not_carried(args: Any) -> None:
     if args.dataloader_type == "external":
         named["dataloader_type"] = "--dataloader-type external"
     for name, flag in named.items():
-        if getattr(args, name, None):
+        if argument(args, name):
             raise UsageError(
                 f"{flag} is not carried by `megatron-stability pretrain`; use `run pretrain_gpt.py` for it"
             )

@@ -47,7 +47,7 @@ class Run:
         self.model = [DistributedDataParallel(config, ddp, chunk) for chunk in inner]
         options = OptimizerConfig(lr=0.005, bf16=True, params_dtype=torch.bfloat16, weight_decay=0.0)
         self.optimizer = get_megatron_optimizer(options, self.model)
-        args = Namespace(iteration=0, tp_only_amax_red=False)
+        args = Namespace(iteration=0)
         self.hook = Fp8Hook(fp8, self.model, torch.device("cpu"), Path(folder), args)
         self.data = torch.Generator().manual_seed(7 + context.rank // (where["tp"] * where["pp"]))
         self.losses: list[float] = []

@@ -229,3 +229,22 @@ def test_the_models_first_and_last_layers_stay_bf16_not_each_stages(
     megatron_ranks: Pool, tmp_path: Any, vpp: int | None, expected: list[list[int]]
 ) -> None:
     assert megatron_ranks.run(layers_in_fp8, str(tmp_path), vpp, world=2, timeout=200) == expected
+
+
+def amax_over_tensor_ranks_only(context: Context, folder: str) -> str | None:
+    where = small.layout(context.world, tp=1, **DELAYED, tp_only_amax_red=True)
+    try:
+        Run(context, where, Fp8(emulate="delayed"), folder)
+    except UsageError as error:
+        return str(error)
+    return None
+
+
+def test_scales_that_differ_over_replicas_are_refused_by_the_models_own_field(
+    megatron_ranks: Pool, tmp_path: Any
+) -> None:
+    """Megatron has no flag for it: Bridge sets the field."""
+    for said in megatron_ranks.run(amax_over_tensor_ranks_only, str(tmp_path), world=2, timeout=200):
+        assert said is not None
+        assert "tp_only_amax_red: scales then differ over data-parallel ranks" in said
+    assert megatron_ranks.run(amax_over_tensor_ranks_only, str(tmp_path), world=1, timeout=200) == [None]

@@ -30,6 +30,7 @@ def train(pool: Pool, out: Path, *flags: str, code: int = 0) -> list[float]:
         pytest.param("0.19.2", (), id="plain", marks=pytest.mark.rare),
         pytest.param("0.19.2", jobs.SHARDED, id="sharded"),
         pytest.param("0.18.2", (), id="0.18", marks=pytest.mark.rare),
+        pytest.param("0.18.2", jobs.SHARDED, id="0.18-sharded", marks=pytest.mark.rare),
     ],
 )
 def test_the_next_steps_have_the_new_rate(

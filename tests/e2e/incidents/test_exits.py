@@ -92,8 +92,10 @@ class Run:
         from megatron_stability.megatron.start import pretrain_gpt
 
         sys.argv = ["megatron-stability pretrain", *jobs.command_line(self.flags)]
+        off = "off" in self.flags  # then there is no runtime to look at
+        provider = pretrain_gpt.model_provider if off else partial(jobs._probed_model, self.event)
         try:
-            pretrain_gpt.main(model_provider=partial(jobs._probed_model, self.event))
+            pretrain_gpt.main(model_provider=provider)
         finally:
             handle.uninstall()
 
@@ -156,6 +158,23 @@ def test_every_end_has_its_code_and_leaves_no_process(
         assert (tmp_path / "workers-6-0").read_text() == str(LOADERS * WORKERS)
     if end in ("signal", "save after its worker has ended"):
         assert generations.read_tracker(tmp_path / "save") == 3
+
+
+@pytest.mark.parametrize("mode", [pytest.param("observe", marks=pytest.mark.rare), "off"])
+def test_a_save_after_its_worker_has_ended_is_whole_in_every_mode(
+    pools: dict[tuple[str, str], Pool], tmp_path: Path, mode: str
+) -> None:
+    """Three steps, an interval of two: Megatron closes its worker, then saves the third. `act` is among the ends."""
+    save = tmp_path / "save"
+    _, _, flags = ENDS["save after its worker has ended"]
+    run = Run((*FLAGS, *flags, "--save", str(save), "--stability-mode", mode), Event("", 0, tmp_path))
+    pool = pools["0.19.2", "patched"]
+    assert pool.run(launched, run, 1, world=1, timeout=120) == [(0, [])]
+    assert generations.read_tracker(save) == 3
+    assert (save / "iter_0000003" / ".metadata").stat().st_size > 0
+    assert [each.step for each in generations.candidates(save)] == ([] if mode == "off" else [3, 2])
+    last = jobs.read_checkpoint(pool, save, 3)
+    assert any("embedding" in name for name in last)
 
 
 def ended_launcher(context: Context, run: Run, number: int, until: str) -> tuple[int | None, list[int]]:

@@ -18,7 +18,6 @@ FINE: dict[str, Any] = {
     "spec": ["megatron_stability"],
     "moe_grouped_gemm": False,
     "recompute_granularity": None,
-    "tp_only_amax_red": False,
     "data_parallel_size": 2,
 }
 
@@ -33,7 +32,6 @@ FINE: dict[str, Any] = {
         ({"spec": None}, {"emulate": "current"}, "act", "add --spec megatron_stability"),
         ({"moe_grouped_gemm": True}, {"emulate": "mxfp8"}, "act", "--moe-grouped-gemm"),
         ({"recompute_granularity": "full"}, {"emulate": "current"}, "act", "--recompute-granularity"),
-        ({"tp_only_amax_red": True}, {"emulate": "delayed"}, "act", "--tp-only-amax-red"),
     ],
 )
 def test_what_cannot_be_active_is_refused(changes: dict[str, Any], fp8: Any, mode: str, said: str) -> None:

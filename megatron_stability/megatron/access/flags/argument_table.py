@@ -105,6 +105,46 @@ def table() -> Mapping[str, Argument]:
     return rows
 
 
+#: Names without a row, or which a host that leaves them out does not have at the parser's default.
+_ABSENT: Final[Mapping[str, Any]] = {
+    "create_attention_mask_in_dataloader": False,
+    "cuda_graph_scope": None,
+    "dataloader_save": None,
+    "dynamic_context_parallel": False,
+    "group_query_attention": True,
+    "gtp_weight_remat_size": 1,
+    "modelopt_enabled": False,
+    "stability_own_model": False,
+}
+
+
+def argument(args: Namespace, name: str) -> Any:
+    """An argument's value; what a host or release that lacks it does is the default of the table.
+
+    Args:
+        args: Megatron's, or what stands in for them.
+        name: of the namespace.
+
+    Raises:
+        LookupError: the table has no such argument, so that it would be read as absent for ever.
+    """
+    if name in _ABSENT:
+        return getattr(args, name, _ABSENT[name])
+    if name not in table():
+        raise LookupError(f"{name} is no argument that {FILE} knows")
+    return getattr(args, name, table()[name].newest_default)
+
+
+def is_set(args: Namespace, name: str) -> bool:
+    """Whether `argument` is neither False, None, 0 nor empty."""
+    return bool(argument(args, name))
+
+
+def given(args: Namespace, name: str) -> Any:
+    """As `argument`, but None where the namespace lacks the argument: for what is written down as it was given."""
+    return argument(args, name) if hasattr(args, name) else argument(Namespace(**{name: None}), name)
+
+
 def query_groups(args: Namespace) -> int:
     """Key and value heads over all ranks: as many as queries, unless --group-query-attention says otherwise.
 
@@ -115,7 +155,7 @@ def query_groups(args: Namespace) -> int:
         args: Megatron's, or Bridge's under the same names.
     """
     heads = int(args.num_attention_heads)
-    return int(args.num_query_groups or heads) if getattr(args, "group_query_attention", True) else heads
+    return int(args.num_query_groups or heads) if argument(args, "group_query_attention") else heads
 
 
 def names_own_spec(args: Namespace) -> bool:

@@ -68,7 +68,7 @@ class Row:
 
     def given(self, args: Namespace) -> str | None:
         """The flag and its value as they were given; None where the value is fine."""
-        value = getattr(args, self.name, self.fine[0])
+        value = argument_table.argument(args, self.name)
         if value in self.fine or str(value) in self.fine:
             return None
         shown = " ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
@@ -197,7 +197,7 @@ def told(config: StabilityConfig, args: Namespace, rows: tuple[Told, ...]) -> It
         rows: `TOLD` at the start, `AT_A_LOAD` where a checkpoint was found.
     """
     for row in rows:
-        if row.when.holds(config) and getattr(args, row.name, False):
+        if row.when.holds(config) and argument_table.given(args, row.name):
             yield row.line
 
 
@@ -209,5 +209,5 @@ def unread(args: Namespace) -> Iterator[str]:
     """
     for each in argument_table.table().values():
         default = each.newest_default
-        if each.effect is Effect.IGNORED and getattr(args, each.name, default) != default:
+        if each.effect is Effect.IGNORED and argument_table.argument(args, each.name) != default:
             yield f"{each.flag}: no part of Megatron's GPT pretraining reads this flag; it does nothing"

@@ -25,7 +25,7 @@ from megatron_stability.data import fingerprint
 from megatron_stability.echo import MASK, brief, said
 from megatron_stability.errors import UsageError
 from megatron_stability.megatron.access.flags import argument_table
-from megatron_stability.megatron.access.flags.argument_table import TRAINING, Effect
+from megatron_stability.megatron.access.flags.argument_table import TRAINING, Effect, is_set
 from megatron_stability.megatron.checkpoint.resume import training_args
 from megatron_stability.megatron.checkpoint.resume.training_args import OPAQUE, plain
 from megatron_stability.megatron.checkpoint.run_files import Found, RunFiles
@@ -152,7 +152,7 @@ def _of_files(saved: Manifest, now: Found) -> Iterator[Change]:
 
 def _and_whose_schedule(training: list[Change], args: Namespace) -> str:
     """What Megatron asks for besides, where its scheduler would refuse the new values."""
-    ruled = getattr(args, "override_opt_param_scheduler", False) or args.use_checkpoint_opt_param_scheduler
+    ruled = is_set(args, "override_opt_param_scheduler") or args.use_checkpoint_opt_param_scheduler
     if ruled or args.no_load_optim or not any(each.name in SCHEDULE for each in training):
         return ""
     return (

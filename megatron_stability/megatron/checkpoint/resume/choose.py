@@ -17,6 +17,7 @@ from megatron_stability.config import Checkpoint
 from megatron_stability.echo import said
 from megatron_stability.errors import UsageError
 from megatron_stability.megatron.access.collectives import first, from_rank_0, share_out
+from megatron_stability.megatron.access.flags.argument_table import argument, is_set
 
 
 @dataclass(frozen=True)
@@ -83,7 +84,7 @@ def choose(root: Path, args: Namespace, config: Checkpoint) -> Chosen | None:
         print_rank_0(said(f"> megatron-stability: {each.says}; it is not loaded"))
         seen.append(each)
     from_rank_0(lambda: _refuse_without_a_good_one(root, seen, plan, args, config))
-    from_rank_0(lambda: _refuse_unsafe(root, getattr(args, "ckpt_step", None)))
+    from_rank_0(lambda: _refuse_unsafe(root, argument(args, "ckpt_step")))
     return None
 
 
@@ -130,7 +131,7 @@ def _complete_before(root: Path, sample: int) -> list[int]:
 
 
 def _plan(root: Path, args: Namespace) -> Plan:
-    survey, ckpt_step = generations.Survey(root), getattr(args, "ckpt_step", None)
+    survey, ckpt_step = generations.Survey(root), argument(args, "ckpt_step")
     tracker = generations.read_tracker(root)
     choice = survey.lineage.choose(ckpt_step=ckpt_step, tracker=tracker if isinstance(tracker, int) else None)
     ours = _is_saved_to(root, args)  # only then may what was set aside take its place again
@@ -159,7 +160,7 @@ def _about_tracker(root: Path, tracker: int | str | None) -> tuple[str, ...]:
 
 def _is_saved_to(root: Path, args: Namespace) -> bool:
     """Whether this start goes on in the folder that it loads from."""
-    rehearses = getattr(args, "skip_train", False) or getattr(args, "finetune", False)
+    rehearses = is_set(args, "skip_train") or is_set(args, "finetune")
     return bool(args.save) and Path(args.save).resolve() == root.resolve() and not rehearses
 
 
@@ -192,10 +193,10 @@ def _refuse_without_a_good_one(
     tracker = generations.read_tracker(root)
     incomplete = all(each.state == "incomplete" for each in listed)
     afresh = "give --stability-checkpoint-allow-fresh-start true to train from the start"
-    if not listed and tracker is None and not getattr(args, "ckpt_step", None):
+    if not listed and tracker is None and not argument(args, "ckpt_step"):
         if not config.allow_fresh_start:
             raise UsageError(f"--load {root}: holds no checkpoint{_near(root)}; name the folder of a run, or {afresh}")
-    elif plan.anew and tracker is None and not getattr(args, "ckpt_step", None):
+    elif plan.anew and tracker is None and not argument(args, "ckpt_step"):
         if not config.allow_fresh_start:
             raise UsageError(
                 f"--load {root}: a run from the beginning left all checkpoints there behind, and has saved none yet; "

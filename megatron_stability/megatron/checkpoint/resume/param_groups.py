@@ -17,6 +17,7 @@ from typing import Any, Final
 from megatron.core.optimizer.optimizer import param_group_identifier_keys
 
 from megatron_stability.errors import UsageError
+from megatron_stability.megatron.access.flags.argument_table import is_set
 from megatron_stability.megatron.access.speaks import one_sentence
 
 #: What the scheduler reads from a group before its own value (`OptimizerParamScheduler.get_lr`, `get_wd`).
@@ -31,8 +32,8 @@ def let_the_schedule_change(optimizer: Any, args: Namespace) -> None:
         optimizer: Megatron's, chained or not; a method of the objects is wrapped, once.
         args: Megatron's.
     """
-    new = getattr(args, "override_opt_param_scheduler", False)
-    if not new and not getattr(args, "use_checkpoint_opt_param_scheduler", False):
+    new = is_set(args, "override_opt_param_scheduler")
+    if not new and not is_set(args, "use_checkpoint_opt_param_scheduler"):
         return
     for one in getattr(optimizer, "chained_optimizers", [optimizer]):
         if getattr(one, "optimizer", None) is not None and "load_state_dict" not in vars(one):

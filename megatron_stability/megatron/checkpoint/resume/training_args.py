@@ -15,7 +15,7 @@ import xxhash
 from megatron_stability.checkpoints import manifest as manifests
 from megatron_stability.config import StabilityConfig
 from megatron_stability.megatron.access.flags import argument_table
-from megatron_stability.megatron.access.flags.argument_table import Effect
+from megatron_stability.megatron.access.flags.argument_table import Effect, argument
 from megatron_stability.megatron.patching import install_digest
 
 _OWN_FLAGS = ("stability_", "drill_")  # the plugin's own names in Megatron's namespace
@@ -83,7 +83,7 @@ def _of_files(files: Iterator[Path]) -> str:
 
 def _named(args: Namespace, names: tuple[str, ...]) -> Iterator[Path]:
     for name in names:
-        value = getattr(args, name, None)
+        value = argument(args, name)
         path = Path(value) if value else None
         if path is not None and path.is_dir():
             yield from (file for file in sorted(path.iterdir()) if file.is_file())
