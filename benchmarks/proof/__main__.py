@@ -21,32 +21,17 @@ from typing import Any
 
 from benchmarks.proof import page
 from benchmarks.proof.experiments import EXPERIMENTS, TAIL, Rows
+from benchmarks.proof.training import train
 from benchmarks.results import PLUGIN, ROOT, Results
 from megatron_stability.ledger import entries
 from megatron_stability.ledger.entries import LedgerView
-from megatron_stability.megatron import cpu
 from megatron_stability.megatron.start import quickstart
 from megatron_stability.megatron.start.prepare_data import prepare
-from tests.dist.pool import Context, Pool
+from tests.dist.pool import Pool
 from tests.e2e import jobs
 
 OUT = ROOT / "benchmarks/data/proof.json"
 EXCESS, LASTS = 0.1, 20  # nats above the control of the same seed, for so many steps: a loss that has departed
-
-
-def train(context: Context, flags: tuple[str, ...]) -> int:
-    """One run; its exit code."""
-    from megatron_stability.megatron.access import handle
-    from megatron_stability.megatron.start import pretrain_gpt
-
-    sys.argv = ["megatron-stability pretrain", *cpu.FLAGS, *flags]
-    try:
-        pretrain_gpt.main()
-    except SystemExit as ending:
-        return int(ending.code or 0)
-    finally:
-        handle.uninstall()
-    return 0
 
 
 def figures(view: LedgerView) -> dict[str, Any]:

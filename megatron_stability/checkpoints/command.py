@@ -17,6 +17,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from rich.table import Table
 
+from megatron_stability import terminal
 from megatron_stability.checkpoints import drill, generations, manifest
 from megatron_stability.checkpoints.generations import TRACKER, Generation
 from megatron_stability.errors import EXIT_FINDING, EXIT_FINE, UsageError
@@ -142,9 +143,9 @@ def _show(options: argparse.Namespace, found: list[Generation]) -> int:
             table.add_column(name, justify="right" if name in ("samples", "MB", "ranks") else "left")
         for each in found:
             table.add_row(*_cells(each, tracker))
-        Console().print(table)
+        terminal.console().print(table)
         for finding in findings[: 0 if one else None]:
-            Console().print(finding, markup=False)
+            terminal.console().print(finding, markup=False)
     return EXIT_FINDING if findings else EXIT_FINE
 
 
@@ -207,9 +208,9 @@ def _drill(options: argparse.Namespace) -> int:
         for outcome in outcomes:
             verdict = "passed" if outcome.passed else "FAILED"
             table.add_row(outcome.drill, outcome.expected, outcome.got, verdict, escape(outcome.detail))
-        Console().print(table)
+        terminal.console().print(table)
         if not options.command:
-            Console().print("not rehearsed: a resumed run; give the run's command after --", markup=False)
+            terminal.console().print("not rehearsed: a resumed run; give the run's command after --", markup=False)
     return EXIT_FINE if all(outcome.passed for outcome in outcomes) else EXIT_FINDING
 
 
@@ -222,7 +223,7 @@ def _repair(options: argparse.Namespace) -> int:
         _dump({"before": before, "now": now, "changed": changed})
     else:
         was = f"said {before!r} and names" if changed else "names"
-        Console().print(f"{TRACKER} {was} step {now}, the newest complete, verified checkpoint", markup=False)
+        terminal.console().print(f"{TRACKER} {was} step {now}, the newest complete, verified checkpoint", markup=False)
     return EXIT_FINE
 
 
@@ -234,7 +235,7 @@ def _suspect(options: argparse.Namespace) -> int:
         return EXIT_FINE
     good = generations.newest_good(each.folder.parent)
     then = "no other is complete: a resume is refused" if good is None else f"a resume takes step {good.step} now"
-    Console().print(f"{each.folder.name} is kept as evidence, suspect: {options.reason}; {then}", markup=False)
+    terminal.console().print(f"{each.folder.name} is kept as evidence, suspect: {options.reason}; {then}", markup=False)
     return EXIT_FINE
 
 

@@ -3,7 +3,8 @@
 torchrun returns 1 whatever a worker's exit code was, so the code alone does not reach a supervisor. Rank 0 replaces the
 file atomically at every change of `status`:
 
-    running    training; found after the process has gone, it crashed or finished, as the exit code says
+    running    training; found after the process has gone, it ended before its last step, as the exit code says
+    finished   every step was taken and the process ended by itself
     rewind     start again: the newest good checkpoint is the one to go back to, and `pass_over` is what to leave out
     halt       don't start again until someone has looked
 """
@@ -52,13 +53,30 @@ class RunState(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     schema_version: int = SCHEMA
-    status: Literal["running", "rewind", "halt"] = "running"
+    status: Literal["running", "finished", "rewind", "halt"] = "running"
     step: int = 0  # of the decision, 1-based
     reason: Said = ""
     exit_code: int | None = None  # of the worker, where it ends by the decision
     rewound: Rewound | None = None
     attempt: Attempt | None = None
     pass_over: dict[str, Any] = {"windows": [], "met": []}  # `PassOver.state_dict`
+
+
+def at_the_end(state: RunState, step: int, steps: int | None, error: BaseException | None) -> RunState:
+    """The state as a process leaves it.
+
+    Args:
+        state: as it is.
+        step: the last that was computed; 0 where there was none.
+        steps: of the whole run; None where nobody knows.
+        error: what ends the process, an exit included; None where its program came to its end.
+
+    Returns:
+        "finished" where a run that was training took its last step and nothing went wrong after it; else as it was.
+    """
+    clean = error is None or (isinstance(error, SystemExit) and not error.code)
+    done = state.status == "running" and steps is not None and step >= steps > 0
+    return state.model_copy(update={"status": "finished", "step": step}) if clean and done else state
 
 
 def read(folder: Path) -> RunState | None:

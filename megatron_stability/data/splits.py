@@ -59,6 +59,21 @@ def fitting(documents: int) -> str:
     return f"{documents - valid - test},{valid},{test}"
 
 
+def refuse_unread(data_sets: Sequence[DataSet], split: str | None) -> None:
+    """A `--split` beside data that have a blend for each split; Megatron asserts that only one of the two is given.
+
+    Args:
+        data_sets: the run's data sets.
+        split: as given; None where it is not.
+
+    Raises:
+        UsageError: names both flags.
+    """
+    own = next((data_set.flag for data_set in data_sets if data_set.split != "all"), None)
+    if split is not None and own is not None:
+        raise UsageError(f"--split {split}: {own} says what each split reads; drop --split")
+
+
 def refuse_empty(data_sets: Sequence[DataSet], indexes: Mapping[str, Index], split: str | None) -> None:
     """Every split that is built must have a token.
 

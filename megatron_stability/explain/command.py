@@ -9,11 +9,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from megatron_stability import files
+from megatron_stability import files, terminal
 from megatron_stability.errors import EXIT_FINDING, EXIT_FINE, UsageError
 from megatron_stability.explain.post_mortem import post_mortem
 from megatron_stability.explain.replay import RESULT
@@ -84,7 +83,7 @@ def _replayed(folder: Path) -> dict[str, Any]:
 
 
 def _show(found: Triage, run: str) -> None:
-    console = Console()
+    console = terminal.console()
     step = found.scene.step
     what = found.facts["found"]
     console.print(f"step {step.step}, generation {step.generation}: {what.says if what else ''}", markup=False)

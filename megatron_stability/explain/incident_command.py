@@ -11,10 +11,10 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.markup import escape as literal
 from rich.table import Table
 
+from megatron_stability import terminal
 from megatron_stability.data import attribution
 from megatron_stability.errors import EXIT_FINDING, EXIT_FINE, UsageError
 from megatron_stability.explain import batch, incident
@@ -79,7 +79,7 @@ def sample(argv: Sequence[str]) -> int:
         json.dump({**found.to_json(), "steps": said}, sys.stdout, indent=2, allow_nan=False)
         sys.stdout.write("\n")
         return EXIT_FINE
-    console = Console()
+    console = terminal.console()
     if found.told:
         console.print(found.told, markup=False, soft_wrap=True)
     for each in found.reads:
@@ -138,7 +138,7 @@ def _html_section(section: Section) -> str:
 
 
 def _show(found: Page) -> None:
-    console = Console()
+    console = terminal.console()
     console.print(f"[bold]{literal(found.title)}[/bold]")
     for section in found.sections():
         console.print(f"\n[bold]{section.title}[/bold]")
@@ -177,7 +177,7 @@ def _list(view: LedgerView, as_json: bool) -> int:
             page = "yes" if row["page"] else ""
             cells = str(row["incident"]), str(row["last_step"]), row["tier"]
             table.add_row(*cells, ", ".join(row["detectors"]), ", ".join(row["actions"]), page)
-        Console().print(table if rows else "no incident in this ledger")
+        terminal.console().print(table if rows else "no incident in this ledger")
     return EXIT_FINDING if rows else EXIT_FINE
 
 

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from megatron_stability import files
+from megatron_stability import files, terminal
 from megatron_stability.errors import EXIT_FINDING, EXIT_FINE, UsageError
 from megatron_stability.explain import branches, replay
 from megatron_stability.explain.facts.fact import amplified, departs
@@ -125,7 +125,7 @@ def _page(out: Path, outcomes: Sequence[Outcome]) -> None:
 
 
 def _show_plan(planned: Plan, out: Path) -> None:
-    console = Console()
+    console = terminal.console()
     step = planned.scene.step
     console.print(
         f"step {step.step} (samples {step.first_sample} to {step.last_sample}), from the checkpoint of step "
@@ -147,7 +147,7 @@ def _show_left_out(console: Console, planned: Plan) -> None:
 
 
 def _show(planned: Plan, outcomes: Sequence[Outcome], held: bool | None) -> None:
-    console = Console()
+    console = terminal.console()
     step = planned.scene.step
     table = Table(show_edge=False, pad_edge=False)
     for head in ("branch", "loss", "gradient norm", "last loss", "incident", "says"):

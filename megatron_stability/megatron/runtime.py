@@ -179,6 +179,7 @@ class Runtime:
     def close(self) -> None:
         """Wait for a checkpoint that is being completed, let go of the data, and close the ledger."""
         self.checkpoints.close()
+        self.rewinds.ended()
         self.rewinds.data.close()
         self.journal.close()
 

@@ -43,7 +43,7 @@ def supervise(command: Sequence[str], save: Path, ledger: Path, attempts: int) -
             return EXIT_REWIND
         code, asked_to_end = _run([*command, *_overrides(save, to_step)])
         after = run_state.read(ledger)
-        if after is None or after.status == "running" or asked_to_end:
+        if after is None or after.status in ("running", "finished") or asked_to_end:
             return code
         if after.status == "halt":
             _say(f"the policy halted the run in step {after.step}: {after.reason}")

@@ -16,9 +16,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
-from megatron_stability import extras
+from megatron_stability import extras, terminal
 from megatron_stability.errors import EXIT_FINDING, EXIT_FINE, UsageError
 from megatron_stability.report import pages, summary
 from megatron_stability.report.runview import RunView
@@ -75,7 +73,7 @@ def run(argv: Sequence[str]) -> int:
         json.dump(document, sys.stdout, indent=2, allow_nan=False)
         sys.stdout.write("\n")
     else:
-        console = Console()
+        console = terminal.console()
         console.print(summary.table(runs))
         for finding in findings[:ROWS]:
             console.print(finding, markup=False)

@@ -15,6 +15,7 @@ from patch_tools import (
     write,
 )
 
+from megatron_stability import extras
 from megatron_stability.megatron.patching import on_disk
 from megatron_stability.megatron.patching.patch_set import load_patch_set
 from megatron_stability.megatron.patching.tree import read_tree
@@ -179,9 +180,7 @@ def test_megatron_that_is_not_installed_is_one_sentence(tmp_path, patches):
     (tmp_path / "empty").mkdir()
     without_megatron = "sys.path[:] = [p for p in sys.path if p and not (Path(p) / 'megatron').exists()]"
     out = python(INSTALL + without_megatron + REFUSED, tmp_path / "empty")
-    assert out.startswith(
-        "megatron-core is not installed in this environment: pip install 'megatron-stability[megatron]'"
-    )
+    assert out.startswith(f"megatron-core is not installed in this environment: {extras.command('megatron')}")
 
 
 def test_installing_imports_neither_megatron_nor_torch(root, patches):

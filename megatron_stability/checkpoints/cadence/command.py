@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
+from megatron_stability import terminal
 from megatron_stability.checkpoints.cadence import formulas, measured
 from megatron_stability.checkpoints.cadence.formulas import Costs
 from megatron_stability.checkpoints.cadence.measured import Measured
@@ -42,7 +42,7 @@ def run(argv: Sequence[str]) -> int:
     options = _parser().parse_args(argv)
     if options.out is not None:
         pages.check("--out", options.out)
-    costs, step_s = _costs(options)
+    costs, step_s, restart_is_known = _costs(options)
     document = study(costs, options.hours, step_s, options.seed)
     if options.out is not None:
         pages.write("--out", options.out, _page(document))
@@ -50,9 +50,9 @@ def run(argv: Sequence[str]) -> int:
         json.dump(document, sys.stdout, indent=2, allow_nan=False)
         sys.stdout.write("\n")
         return EXIT_FINE
-    _print(document)
+    _print(document, restart_is_known)
     if options.out is not None:
-        Console().print(f"curve: {options.out}", markup=False, soft_wrap=True)
+        terminal.console().print(f"curve: {options.out}", markup=False, soft_wrap=True)
     return EXIT_FINE
 
 
@@ -79,8 +79,8 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _costs(options: argparse.Namespace) -> tuple[Costs, float | None]:
-    """What a save, a restart and the failures cost, and the seconds of a step: given, else measured."""
+def _costs(options: argparse.Namespace) -> tuple[Costs, float | None, bool]:
+    """What a save, a restart and the failures cost, the seconds of a step, given or measured; is a restart known?"""
     for name in ("save_seconds", "hours", "mtbf_hours", "step_seconds"):
         value = getattr(options, name)
         if value is not None and not LEAST <= value <= MOST:
@@ -103,7 +103,8 @@ def _costs(options: argparse.Namespace) -> tuple[Costs, float | None]:
         silent=options.silent_share,
         delay_s=options.detection_delay_seconds,
     )
-    return costs, _first(options.step_seconds, seen.step_s)
+    known = _first(options.restart_seconds, seen.restart_s) is not None
+    return costs, _first(options.step_seconds, seen.step_s), known
 
 
 def _measured(options: argparse.Namespace) -> tuple[Measured, float | None]:
@@ -166,18 +167,23 @@ def study(costs: Costs, hours: float, step_s: float | None, seed: int) -> dict[s
     }
 
 
-def _print(document: dict[str, Any]) -> None:
+def _print(document: dict[str, Any], restart_is_known: bool) -> None:
     table = Table(show_edge=False, pad_edge=False)
     for name in ("save every", "seconds", "steps", f"lost hours of {document['hours']:g}"):
         table.add_column(name, justify="left" if name == "save every" else "right")
     for name, row in document["intervals"].items():
         steps = f"{row['steps']:,}" if row["steps"] else "–"
         table.add_row(name, f"{row['seconds']:,.0f}", steps, f"{row['lost_hours']:.1f}")
-    console = Console()
+    console = terminal.console()
     console.print(table)
     costs = document["costs"]
     told = {"save": "per_save_s", "restart": "restart_s", "between failures": "mtbf_s"}
-    console.print(", ".join(f"{name} {costs[key]:,.3g} s" for name, key in told.items()))
+    values = [f"{name} {costs[key]:,.3g} s" for name, key in told.items()]
+    if not restart_is_known:
+        values[1] = "restart not measured, taken as 0"
+    console.print(", ".join(values))
+    if not restart_is_known:
+        console.print("--restart-seconds says what a restart costs; lost hours are without it here")
     if costs["silent"] and costs["delay_s"]:
         window = costs["delay_s"] / document["intervals"]["simulated"]["seconds"]
         keep = 2 + int(3 * window)  # an exponential delay exceeds three times its mean in 5 % of cases

@@ -203,7 +203,7 @@ class Checkpoints:
         self.close()  # a checkpoint that is being completed may be the newest
         self._ckpt_step = argument(self._args, "ckpt_step")
         root = Path(load_dir)
-        chosen = self._chosen or choose.choose(root, self._args, self._config.checkpoint)
+        chosen = self._chosen or choose.choose(root, self._args, self._config.checkpoint, self._config.record.dir)
         self._chosen = None
         self._resumed = None if chosen is None else chosen.manifest
         self.trajectory.loaded(chosen, root)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -42,7 +43,7 @@ Outcome = Literal["rewound", "restart", "no checkpoint"]
 
 
 class Rewinds:
-    """One a rank, beside the runtime; every method but the first is collective."""
+    """One a rank, beside the runtime; every method but the first and `ended` is collective."""
 
     def __init__(self, config: StabilityConfig, args: Namespace, checkpoints: Checkpoints) -> None:
         """Takes the validated tree, Megatron's arguments, and what proves checkpoints."""
@@ -55,6 +56,7 @@ class Rewinds:
         self._state = RunState()
         self._folder = Path()
         self._fresh = True  # until the first step that is computed
+        self._last = 0  # that was
         self._live: tuple[list[Any], Any, Any] = ([], None, None)
 
     def refuse_a_loop(self, folder: Path) -> None:
@@ -135,7 +137,7 @@ class Rewinds:
         """Every step that was computed; starts that begin by withholding are counted. Collective with the first one."""
         self._checkpoints.step_done(step, applied)
         attempt, place = self._state.attempt, self._checkpoints.trajectory.loads
-        first, self._fresh = self._fresh, False
+        first, self._fresh, self._last = self._fresh, False, step
         if applied and attempt is not None:
             self._write(self._state.model_copy(update={"attempt": None}))
         elif first and not applied and place is not None:
@@ -172,6 +174,13 @@ class Rewinds:
         for sink in sinks:
             sink.write(record, decision)
         return True
+
+    def ended(self) -> None:
+        """As the process ends, by itself or by an error. Not collective: rank 0 alone writes, if it can."""
+        error = sys.exception() or getattr(sys, "last_exc", None)  # in flight, or already printed at exit
+        state = run_state.at_the_end(self._state, self._last, argument(self._args, "train_iters"), error)
+        if state is not self._state and self._args.rank == 0:
+            run_state.write(self._folder, state)
 
     def halted(self, step: int, reason: str) -> None:
         """Finish pending saves, which count too, and tell a supervisor."""

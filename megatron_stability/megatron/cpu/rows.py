@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import multiprocessing.forkserver
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -115,15 +117,29 @@ def megatron_rows() -> Iterator[Row]:
     import megatron.core.datasets.utils as utils
     from megatron.core.dist_checkpointing.strategies.async_utils import PersistentAsyncCaller
 
-    @functools.wraps(utils.compile_helpers)
+    stock = utils.compile_helpers
+
+    @functools.wraps(stock)
     def compile_helpers() -> None:
+        helper = "megatron.core.datasets.helpers_cpp"
         try:
-            import megatron.core.datasets.helpers_cpp  # noqa: F401
-        except ImportError as error:
+            importlib.import_module(helper)
+            return
+        except ImportError:
+            if not Path(utils.__file__).with_name("Makefile").is_file():
+                raise UsageError(
+                    "megatron-core's compiled dataset helper is missing, and there is no Makefile to make it with: "
+                    "install the megatron-core wheel again"
+                ) from None
+        try:
+            stock()  # a fresh clone: with `make`, as without the CPU backend
+            importlib.invalidate_caches()
+            importlib.import_module(helper)
+        except (ImportError, OSError, SystemExit) as error:
             raise UsageError(
-                f"megatron-core's compiled dataset helper is missing ({error}): "
-                "install the megatron-core wheel, or run make in megatron/core/datasets of the clone."
-            ) from error
+                f"megatron-core's compiled dataset helper could not be made ({type(error).__name__}: {error}): "
+                f"`make -C {Path(utils.__file__).parent}` says why; it needs make, g++ and pybind11"
+            ) from None
 
     yield Row(utils, "compile_helpers", compile_helpers, "the wheel holds the compiled helper but no Makefile")
     yield Row(

@@ -14,10 +14,10 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from rich.console import Console
 from rich.markup import escape
 
 from megatron_stability import config as tree
+from megatron_stability import terminal
 from megatron_stability.errors import EXIT_FINDING, EXIT_FINE, UsageError
 from megatron_stability.megatron.access.flags import argument_table
 from megatron_stability.preflight.checks import CHECKS, PROFILES, applies, judge, profile_of
@@ -134,7 +134,7 @@ def _row(name: str) -> dict[str, str]:
 
 
 def _show(found: dict[str, Found], profile: str, unknown: Sequence[str], everything: bool) -> None:
-    console = Console()
+    console = terminal.console()
     shown = {name: each for name, each in found.items() if everything or each.outcome in (Outcome.WARN, Outcome.FAIL)}
     for name, each in sorted(shown.items(), key=lambda item: -ORDER.index(item[1].outcome)):
         row = _row(name)

@@ -23,7 +23,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from megatron_stability import files
+from megatron_stability import files, terminal
 from megatron_stability.data.prepare import Options
 from megatron_stability.errors import EXIT_FINDING, EXIT_FINE, UsageError
 from megatron_stability.megatron.start import input_checks
@@ -108,7 +108,7 @@ def run(argv: Sequence[str]) -> int:
     out = Path(given).absolute()
     input_checks.check_writable("--out", out)
     out.mkdir(parents=True, exist_ok=True)
-    console = Console()
+    console = terminal.console()
 
     text = prepare([sysconfig.get_paths()["stdlib"]], out / "data" / "stdlib", text_options())
     console.print(f"{text.documents:,} files of Python's standard library, {text.tokens:,} byte tokens")

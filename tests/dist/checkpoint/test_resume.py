@@ -104,10 +104,10 @@ def test_a_step_that_is_asked_for_is_not_replaced_by_another(patched_ranks: Pool
 def test_missing_or_empty_stops_unless_a_fresh_start_is_allowed(patched_ranks: Pool, tmp_path: Path) -> None:
     """Megatron-Bridge#1649, verl#7952: a path without a checkpoint must not mean random weights."""
     for root in (tmp_path / "missing", tmp_path):
-        assert "--stability-checkpoint-allow-fresh-start" in ask(patched_ranks, root)
+        assert "--stability-checkpoint-allow-fresh-start" in ask(patched_ranks, root, save=str(tmp_path / "other"))
         assert ask(patched_ranks, root, {"allow_fresh_start": True}) is None
     (tmp_path / "running").mkdir()
-    assert f"near it: {tmp_path / 'running'})" in ask(patched_ranks, tmp_path / "runnning")
+    assert f"near it: {tmp_path / 'running'})" in ask(patched_ranks, tmp_path / "runnning", save=None)
     (make(tmp_path, 5) / manifest.MARKER).unlink()  # killed in its first save
     assert "is incomplete" in ask(patched_ranks, tmp_path)
     assert ask(patched_ranks, tmp_path, {"allow_fresh_start": True}) is None
@@ -117,6 +117,19 @@ def test_missing_or_empty_stops_unless_a_fresh_start_is_allowed(patched_ranks: P
     shutil.rmtree(tmp_path / "iter_0000005")
     flip(make(tmp_path, 5) / "common.pt")
     assert "common.pt" in ask(patched_ranks, tmp_path, {"allow_unverified": True, "allow_fresh_start": True})
+
+
+def test_a_folder_to_load_from_and_save_to_may_be_new_and_not_one_that_was_used(
+    patched_ranks: Pool, tmp_path: Path
+) -> None:
+    root = tmp_path / "new"
+    assert ask(patched_ranks, root) is None
+    (root / "tensorboard").mkdir(parents=True)  # Megatron's writer, before the load
+    assert ask(patched_ranks, root) is None
+    assert "--stability-checkpoint-allow-fresh-start" in ask(patched_ranks, root, finetune=True)
+    (root / "stability").mkdir()
+    (root / "stability" / "ledger.jsonl").touch()
+    assert "--stability-checkpoint-allow-fresh-start" in ask(patched_ranks, root)
 
 
 def test_a_program_in_the_metadata_is_passed_over_and_without_a_manifest_refused(

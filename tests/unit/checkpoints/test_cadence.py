@@ -102,6 +102,16 @@ def test_costs_are_measured_by_the_times_of_a_ledgers_lines(
 
 
 @pytest.mark.parametrize(
+    ("restart", "told"), [([], "restart not measured"), (["--restart-seconds", "0"], "restart 0 s")]
+)
+def test_a_restart_that_nobody_measured_is_not_said_to_take_no_time(
+    restart: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command.run(["--save-seconds", "40", "--mtbf-hours", "8", *restart]) == 0
+    assert told in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
     ("extra", "named"),
     [
         ([], "--mtbf-hours"),

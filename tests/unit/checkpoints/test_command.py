@@ -65,6 +65,14 @@ def test_suspect_says_what_a_resume_takes(root: Path, capsys: pytest.CaptureFixt
     assert "no other is complete: a resume is refused" in " ".join(capsys.readouterr().out.split())
 
 
+def test_rows_are_whole_in_a_pipe(root: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
+    why = "the loss rose " * 20
+    command.run(["suspect", str(root / "iter_0000010"), "--reason", why])
+    command.run(["list", str(root)])
+    assert why.strip() in capsys.readouterr().out
+
+
 def test_suspect_is_passed_over(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(capsys, "suspect", root / "iter_0000010", "--reason", "loss rose")[0] == 0
     code, document = run(capsys, "list", root)

@@ -34,6 +34,14 @@ def test_megatrons_arithmetic(split: str, documents: int, lengths: tuple[int | N
     assert tuple(None if part is None else len(part) for part in found.values()) == lengths
 
 
+def test_a_split_beside_data_for_each_split_is_refused() -> None:
+    own, shared = data_sets(Namespace(train_data_path=["a"])), data_sets(Namespace(data_path=["a"]))
+    with pytest.raises(UsageError, match=r"--split 9,1,0: --train-data-path says what each split reads; drop --split"):
+        splits.refuse_unread(own, "9,1,0")
+    splits.refuse_unread(own, None)
+    splits.refuse_unread(shared, "9,1,0")
+
+
 @pytest.mark.parametrize("split", ["banana", "0,0,0", "1,2,3,4", ""])
 def test_shares_that_are_none(split: str) -> None:
     with pytest.raises(UsageError, match=r"--split .*: give three shares, such as 7,1,1"):

@@ -16,6 +16,7 @@ from megatron_stability.checkpoints.manifest import Manifest
 from megatron_stability.config import Checkpoint
 from megatron_stability.echo import said
 from megatron_stability.errors import UsageError
+from megatron_stability.ledger.entries import FILE as LEDGER
 from megatron_stability.megatron.access.collectives import first, from_rank_0, share_out
 from megatron_stability.megatron.access.flags.argument_table import argument, is_set
 
@@ -50,13 +51,14 @@ class Chosen:
     why: str
 
 
-def choose(root: Path, args: Namespace, config: Checkpoint) -> Chosen | None:
+def choose(root: Path, args: Namespace, config: Checkpoint, ledger: Path | None = None) -> Chosen | None:
     """The checkpoint to load. Collective: rank 0 lists, every rank reads its share of the bytes. Changes no file.
 
     Args:
         root: `--load`.
         args: Megatron's.
         config: what is allowed.
+        ledger: its folder; None where it is in SAVE.
 
     Returns:
         The checkpoint; None where Megatron may go on without one (a fresh start or an unverified load was allowed).
@@ -83,7 +85,7 @@ def choose(root: Path, args: Namespace, config: Checkpoint) -> Chosen | None:
             )
         print_rank_0(said(f"> megatron-stability: {each.says}; it is not loaded"))
         seen.append(each)
-    from_rank_0(lambda: _refuse_without_a_good_one(root, seen, plan, args, config))
+    from_rank_0(lambda: _refuse_without_a_good_one(root, seen, plan, args, config, ledger))
     from_rank_0(lambda: _refuse_unsafe(root, argument(args, "ckpt_step")))
     return None
 
@@ -187,14 +189,17 @@ def _verify_together(folder: Path, threads: int) -> tuple[Manifest | None, str |
 
 
 def _refuse_without_a_good_one(
-    root: Path, listed: list[Listed], plan: Plan, args: Namespace, config: Checkpoint
+    root: Path, listed: list[Listed], plan: Plan, args: Namespace, config: Checkpoint, ledger: Path | None
 ) -> None:
     """Rank 0: raise, unless what is there may be passed over."""
     tracker = generations.read_tracker(root)
     incomplete = all(each.state == "incomplete" for each in listed)
     afresh = "give --stability-checkpoint-allow-fresh-start true to train from the start"
     if not listed and tracker is None and not argument(args, "ckpt_step"):
-        if not config.allow_fresh_start:
+        if _is_first_start(root, args, ledger):
+            says = f"--load and --save {root}: nothing was ever saved there{_near(root)}, so this is a fresh start"
+            print(said(f"> megatron-stability: {says}"), flush=True)
+        elif not config.allow_fresh_start:
             raise UsageError(f"--load {root}: holds no checkpoint{_near(root)}; name the folder of a run, or {afresh}")
     elif plan.anew and tracker is None and not argument(args, "ckpt_step"):
         if not config.allow_fresh_start:
@@ -210,6 +215,16 @@ def _refuse_without_a_good_one(
         )
         hint = "; --stability-checkpoint-allow-unverified true loads one that was saved without a manifest"
         raise UsageError(f"--load {root}: no checkpoint there is complete and verified{newest}{hint * incomplete}")
+
+
+def _is_first_start(root: Path, args: Namespace, ledger: Path | None) -> bool:
+    """Whether a script whose flags load and save in one folder starts for the first time.
+
+    Of a run that was there before, its ledger or its checkpoints are left. Tensorboard's files and caches in the folder
+    are this start's own.
+    """
+    used = [folder / LEDGER for folder in (root / "stability", ledger) if folder is not None]
+    return _is_saved_to(root, args) and not any(file.exists() for file in used)
 
 
 def _near(root: Path) -> str:
