@@ -37,6 +37,7 @@ PREFIX = "--stability"
 ALIASES = {
     ("detect", "expect", "announced"): "--stability-expect",
     ("fp8", "emulate"): "--fp8-emulate",
+    ("record", "writer_tags"): "--stability-writer-tags",
     ("fp8", "recalibrate"): "--fp8-recalibrate",
 }
 
@@ -52,6 +53,9 @@ class Record(Section):
     batch: bool = Field(True, description="a bundle holds the step's tokens, sample indexes and generators")
     heartbeat_seconds: float = Field(10.0, ge=0, description="between heartbeats of a node; below 10 it is 10; 0: none")
     tensorboard: bool = Field(True, description="write scalars through Megatron's own writers")
+    writer_tags: Literal["run", "layers", "heads"] = Field(
+        "run", description="what those writers get: of the run alone, of each layer too, of each head too"
+    )
 
 
 class Checkpoint(Section):

@@ -83,7 +83,7 @@ class Journal:
 
     def train_begins(self, episodes: Grouping) -> None:
         """Once nothing refuses the start: writers and heartbeat, the last of the sinks, and what the log says first."""
-        shown = self._config.record.tensorboard, self._config.observe.attention.head_curves
+        shown = self._config.record, self._config.model.z_loss
         self._writers = MegatronWriters(self._host, episodes, *shown)
         self.sinks.append(self._writers)
         seconds = self._config.record.heartbeat_seconds

@@ -10,28 +10,30 @@ from typing import Any
 
 from megatron.training import print_rank_last
 
+from megatron_stability.config import Record
 from megatron_stability.decide.episodes import sentence
 from megatron_stability.echo import said
 from megatron_stability.megatron.access.host import Host
 from megatron_stability.pipeline import Grouping
 from megatron_stability.records import Action, AttentionTable, Change, Decision, Episode, StepRecord
-from megatron_stability.report.attention_curves import curves
+from megatron_stability.report import tags
 
 
 class MegatronWriters:
     """A `pipeline.Sink`; writes on the rank where Megatron has a writer, and nowhere else."""
 
-    def __init__(self, host: Host, episodes: Grouping, enabled: bool, head_curves: bool) -> None:
+    def __init__(self, host: Host, episodes: Grouping, record: Record, z_loss: float = 0.0) -> None:
         """Takes what it writes with, and what it writes of.
 
         Args:
             host: has the writers.
             episodes: the run's, which knows what is open.
-            enabled: `record.tensorboard`.
-            head_curves: `observe.attention.head_curves`.
+            record: whether it writes, and in what detail.
+            z_loss: β of the z-loss.
         """
         self._host, self._episodes = host, episodes
-        self._enabled, self._head_curves = enabled, head_curves
+        self._enabled, self._detail, self._z_loss = record.tensorboard, record.writer_tags, z_loss
+        self._has_layout = False
         self._generation = 0  # rewinds of this process
         self._step = 0
         self._count: Counter[str] = Counter()  # of the episodes that opened, by detector
@@ -40,20 +42,17 @@ class MegatronWriters:
     def write(self, record: StepRecord, decision: Decision) -> None:
         """A line on what was done, if something was; loss, norm and action at this step, NaN as NaN."""
         self._step = record.step
-        if decision.advised is not Action.APPLY or decision.action is not Action.APPLY:
-            print_rank_last(said(f" stability: step {record.step} {decision.told}: {decision.reason}"))
+        acted = decision.advised is not Action.APPLY or decision.action is not Action.APPLY
+        told = said(f"step {record.step} {decision.told}: {decision.reason}")
+        if acted:
+            print_rank_last(f" stability: {told}")
         if not self._enabled:
             return
-        scalars = {
-            "stability/generation": float(self._generation),
-            "stability/loss": record.loss,
-            "stability/grad-norm": record.grad_norm,
-            "stability/action": float(decision.action.precedence),
-            "stability/advised": float(decision.advised.precedence),
-            "stability/verdicts": float(len(decision.verdicts)),
-            "stability/open-episodes": float(len(self._episodes.open)),
-        } | {f"stability/{name}": value for name, value in record.signals.items()}
+        open_ = len(self._episodes.open)
+        scalars = tags.scalars(record, decision, z_loss=self._z_loss, generation=self._generation, open_=open_)
         self._write(scalars, record.step)
+        if acted:
+            self._text(tags.DECISIONS, told)
 
     def rewound(self, step: int) -> None:
         """The steps after `step` come again.
@@ -67,9 +66,9 @@ class MegatronWriters:
             _next_run(wandb, step, self._generation)
 
     def write_attention(self, table: AttentionTable) -> None:
-        """Curves of each layer, and of each head where they are asked for."""
-        if self._enabled:
-            scalars = {f"stability/{name}": value for name, value in curves(table, self._head_curves).items()}
+        """Curves of each layer and head, where they are asked for."""
+        scalars = tags.table_scalars(table, self._detail)
+        if self._enabled and scalars:
             self._write(scalars, table.step)
 
     def write_episode(self, change: Change, episode: Episode) -> None:
@@ -80,13 +79,8 @@ class MegatronWriters:
             self._worst[episode.detector] = episode
         text = said(sentence(change, episode))
         print_rank_last(f" stability: step {self._step} episode: {text}")
-        if not self._enabled:
-            return
-        writer, wandb = self._host.writers()
-        if writer is not None:
-            writer.add_text("stability/episodes", text, self._step)
-        if wandb is not None:
-            wandb.log({"stability/episodes": text}, self._step)
+        if self._enabled:
+            self._text(tags.EPISODES, text)
 
     def close(self) -> None:
         """The last word: each detector that spoke, how often, and at its worst."""
@@ -99,10 +93,20 @@ class MegatronWriters:
     def _write(self, scalars: dict[str, float], step: int) -> None:
         writer, wandb = self._host.writers()
         if writer is not None:
+            if not self._has_layout:
+                writer.add_custom_scalars(tags.layout())
+                self._has_layout = True
             for name, value in scalars.items():
                 writer.add_scalar(name, value, step)
         if wandb is not None:
             wandb.log(scalars, step)
+
+    def _text(self, tag: str, text: str) -> None:
+        writer, wandb = self._host.writers()
+        if writer is not None:
+            writer.add_text(tag, text, self._step)
+        if wandb is not None:
+            wandb.log({tag: text}, self._step)
 
 
 def _next_run(wandb: Any, step: int, generation: int) -> None:

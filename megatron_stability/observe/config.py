@@ -14,7 +14,6 @@ class Attention(Section):
 
     enabled: bool = Field(False, description="measure attention logits and entropy also where qk_clip is off")
     every: int = Field(100, ge=1, description="steps between two entropies and two tables of all layers and heads")
-    head_curves: bool = Field(False, description="TensorBoard: five curves of each head too, not of layers alone")
 
 
 class Norms(Section):

@@ -38,32 +38,36 @@ LOSS, NORM, RATE, TIMELINE = 1, 2, 3, 4
 
 def curves(runs: Sequence[RunView]) -> go.Figure:
     """Loss, gradient norm, learning rate and decisions over the steps, all runs on the same axes."""
+    rows = TIMELINE if any(run.decisions or run.resumes for run in runs) else RATE  # no box without anything in it
+    titles = ["Loss (nats per token)", "Gradient norm before clipping (log)", "Learning rate", "Decisions"]
     figure = make_subplots(
-        rows=4,
+        rows=rows,
         cols=1,
         shared_xaxes=True,
         vertical_spacing=0.055,
-        row_heights=[0.38, 0.34, 0.14, 0.14],
-        subplot_titles=["Loss (nats per token)", "Gradient norm before clipping (log)", "Learning rate", "Decisions"],
+        row_heights=[0.38, 0.34, 0.14, 0.14][:rows],
+        subplot_titles=titles[:rows],
     )
     figure.update_annotations(x=0, xanchor="left", font_size=15)
     for index, (run, colour) in enumerate(zip(runs, cycle(RUN_COLOURS))):
         for row, values in ((LOSS, run.loss), (NORM, run.grad_norm), (RATE, run.learning_rate)):
             # where curves coincide, the earlier and wider one still shows beneath
             _curve(figure, row, run, values, colour, width=1.8 + 1.7 * (len(runs) - 1 - index))
-            _nonfinite(figure, row, run, values, colour, index)
+            if row != RATE:  # a stock run does not say its first
+                _nonfinite(figure, row, run, values, colour, index)
     _resumes(figure, runs)
     for action, advised in _decided(runs):
         _marks(figure, runs, action, advised)
     figure.update_yaxes(type="log", exponentformat="power", row=NORM, col=1)
     figure.update_yaxes(exponentformat="e", rangemode="tozero", row=RATE, col=1)
-    names = [escape(run.name) for run in reversed(runs)]
-    figure.update_yaxes(type="category", categoryorder="array", categoryarray=names, row=TIMELINE, col=1)
-    figure.update_yaxes(range=[-0.6, len(runs) - 0.4], row=TIMELINE, col=1)
-    figure.update_xaxes(title_text="step", showticklabels=True, row=TIMELINE, col=1)
+    if rows == TIMELINE:
+        names = [escape(run.name) for run in reversed(runs)]
+        figure.update_yaxes(type="category", categoryorder="array", categoryarray=names, row=TIMELINE, col=1)
+        figure.update_yaxes(range=[-0.6, len(runs) - 0.4], row=TIMELINE, col=1)
+    figure.update_xaxes(title_text="step", showticklabels=True, row=rows, col=1)
     span = [step for run in runs for step in (*run.steps[:1], *run.steps[-1:])] or [0, 1]
     figure.update_xaxes(range=[min(span) - 1, max(span) + 1])
-    figure.update_layout(height=820 + 24 * len(runs), hovermode="closest")
+    figure.update_layout(meta="steps", height=(820 if rows == TIMELINE else 700) + 24 * len(runs), hovermode="closest")
     return styled(figure)
 
 

@@ -9,6 +9,7 @@ import argparse
 import importlib.util
 import json
 import math
+import re
 import sys
 from collections.abc import Sequence
 from datetime import UTC, datetime
@@ -98,7 +99,7 @@ def _page(runs: Sequence[RunView], title: str) -> str:
     import jinja2
     import plotly.offline
 
-    from megatron_stability.report import charts, episode_chart
+    from megatron_stability.report import charts, episode_chart, signal_chart
 
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("megatron_stability", "report"),
@@ -107,8 +108,9 @@ def _page(runs: Sequence[RunView], title: str) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters.update(number=summary.number, tone=_tone)
+    environment.filters.update(number=summary.number, tone=_tone, brief=_brief)
     samples, episodes = charts.samples(runs), episode_chart.episodes(runs)
+    signals, layers = signal_chart.signals(runs), signal_chart.layers(runs)
     script = f"<script>{plotly.offline.get_plotlyjs()}</script>"
     return environment.get_template("report.html").render(
         title=title,
@@ -119,6 +121,8 @@ def _page(runs: Sequence[RunView], title: str) -> str:
         colours=charts.RUN_COLOURS,
         limit=ROWS,
         curves=script + _div(charts.curves(runs)),
+        signals=_div(signals) if signals else "",
+        layers=_div(layers) if layers else "",
         episodes=_div(episodes) if episodes else "",
         samples=_div(samples) if samples else "",
     )
@@ -126,6 +130,11 @@ def _page(runs: Sequence[RunView], title: str) -> str:
 
 def _div(figure: Any) -> str:
     return figure.to_html(full_html=False, include_plotlyjs=False, config={"displaylogo": False, "responsive": True})
+
+
+def _brief(value: str) -> str:
+    """A digest by its beginning, as git has it; the page's tooltip has all of it."""
+    return re.sub(r"\b([0-9a-f]{12})[0-9a-f]{20,}\b", r"\1…", value)
 
 
 def _tone(value: Any) -> str:

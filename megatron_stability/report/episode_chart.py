@@ -55,7 +55,7 @@ def episodes(runs: Sequence[RunView]) -> go.Figure | None:
                 figure.add_vrect(begin, end, fillcolor=colour, opacity=0.25, line_width=0, row=row, col=1)
     figure.update_yaxes(type="category", categoryorder="array", categoryarray=detectors[::-1], row=1, col=1)
     figure.update_xaxes(title_text="step", showticklabels=True, row=len(heights), col=1)
-    figure.update_layout(height=sum(heights) + 120, hovermode="closest", barmode="overlay")
+    figure.update_layout(meta="steps", height=sum(heights) + 120, hovermode="closest", barmode="overlay")
     return styled(figure)
 
 

@@ -11,7 +11,16 @@ from typing import Any, NamedTuple
 
 from megatron_stability.detect import DETECTORS
 from megatron_stability.echo import said
-from megatron_stability.ledger.entries import EpisodeEntry, LedgerView, RunEntry, StepEntry, UndoEntry, home, read
+from megatron_stability.ledger.entries import (
+    AttentionEntry,
+    EpisodeEntry,
+    LedgerView,
+    RunEntry,
+    StepEntry,
+    UndoEntry,
+    home,
+    read,
+)
 from megatron_stability.ledger.fates import Finding, Interval, audit, count, history
 from megatron_stability.ledger.incidents import Incident, incidents
 from megatron_stability.records import Action, encode_float
@@ -21,8 +30,8 @@ class Curve(NamedTuple):
     """A signal over the steps of the surviving trajectory at which it was measured."""
 
     name: str
-    steps: Sequence[int]
-    values: Sequence[float]
+    steps: list[int]
+    values: list[float]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +52,8 @@ class RunView:
     episodes: Sequence[EpisodeEntry] = ()  # undone ones too
     incidents: Sequence[Incident] = ()  # undone ones too
     judged: Mapping[str, Curve] = field(default_factory=dict)  # by detector with an episode: what it judged
+    signals: Mapping[str, Curve] = field(default_factory=dict)  # of the ledger's steps, by name
+    attention: Sequence[AttentionEntry] = ()  # of generations that stand, in the order of steps
     resumes: Sequence[int] = ()  # the steps after which a later generation went on
     intervals: Sequence[Interval] | None = None
     findings: Sequence[Finding] = ()
@@ -80,6 +91,8 @@ class RunView:
             episodes=view.episodes,
             incidents=incidents(view.entries),
             judged={name: _judged(view, name) for name in dict.fromkeys(e.detector for e in view.episodes)},
+            signals=_signals(view),
+            attention=_tables(view),
             resumes=sorted(_resumes(view)),
             intervals=history(view),
             findings=audit(view),
@@ -135,6 +148,23 @@ def _judged(view: LedgerView, detector: str) -> Curve:
         return Curve(requires[0], [step for step, _ in points], [value for _, value in points])
     name = "grad_norm" if "norm" in detector else "loss"
     return Curve(name, [step.step for step in view.surviving], [getattr(step, name) for step in view.surviving])
+
+
+def _signals(view: LedgerView) -> dict[str, Curve]:
+    found: dict[str, Curve] = {}
+    for step in view.surviving:
+        for name, value in step.signals.items():
+            steps, values = found.setdefault(name, Curve(name, [], []))[1:]
+            steps.append(step.step)
+            values.append(value)
+    return found
+
+
+def _tables(view: LedgerView) -> list[AttentionEntry]:
+    """The last table of each step that stands; what a resume or rewind undid was written again, or never was."""
+    stands = {(step.step, step.generation) for step in view.surviving}
+    last = {table.step: table for table in view.attention if (table.step, table.generation) in stands}
+    return [last[step] for step in sorted(last)]
 
 
 def _in_short(episode: EpisodeEntry) -> dict[str, Any]:

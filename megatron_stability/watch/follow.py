@@ -8,7 +8,7 @@ from pathlib import Path
 
 from megatron_stability import files
 from megatron_stability.errors import UsageError
-from megatron_stability.ledger.entries import FILE, AnyEntry, parse
+from megatron_stability.ledger.entries import FILE, AnyEntry, home, parse
 
 TAIL = 8 << 20  # bytes whose step lines are read at the first look; of what is before, all other kinds of lines
 CHUNK = 8 << 20  # bytes read at once
@@ -75,7 +75,7 @@ def folder_of(run: Path) -> Path:
     Raises:
         UsageError: there is none.
     """
-    for folder in (run, run / "stability"):
-        if (folder / FILE).exists():
-            return folder
+    folder = home(run)
+    if (folder / FILE).exists():
+        return folder
     raise UsageError(f"{run}: holds no {FILE}; name a run's folder (--stability-record-dir, or its --save folder)")

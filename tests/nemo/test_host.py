@@ -91,7 +91,7 @@ def test_observing_changes_nothing(bridge: Pool, tmp_path: Path) -> None:
         losses.append({tag: scalars[tag] for tag in ("lm loss", "grad-norm")})
     assert losses[0] == losses[1]
     assert len(losses[0]["lm loss"]) == 3
-    assert "stability/grad-norm" in scalars
+    assert "stability/step/grad_norm" in scalars
 
 
 def test_what_would_be_silent_or_wrong_is_refused(bridge: Pool, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ci import flags_page, triage_page
+from ci import flags_page, tags_page, triage_page
 from megatron_stability import cli
 from megatron_stability.config import ALIASES, dest, flag, leaves
 from megatron_stability.megatron.access.flags import flag_rows
@@ -88,6 +88,10 @@ def test_what_the_page_of_flags_names_is_there_and_what_it_calls_refused_is() ->
 
 def test_the_tables_of_triage_are_those_of_the_rules() -> None:
     assert triage_page.main("--check") == 0
+
+
+def test_the_page_of_tags_is_of_what_is_written() -> None:
+    assert tags_page.main("--check") == 0
 
 
 def test_the_fp8_page_says_what_its_figures_are() -> None:

@@ -197,7 +197,8 @@ def _from_tensorboard(name: str, folder: Path) -> RunView:
         steps=[point.step for point in loss],
         loss=[point.value for point in loss],
         grad_norm=[point.value for point in norm],
-        learning_rate=[point.value for point in rate],
+        # Megatron steps the scheduler before it logs, so that what stands at a step is the next one's
+        learning_rate=[math.nan, *(point.value for point in rate[:-1])],
         facts={
             "mode": "off",
             "layout": f"tensor_model_parallel_size {TENSOR}, pipeline_model_parallel_size {PIPELINE}",

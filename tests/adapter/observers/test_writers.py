@@ -8,6 +8,7 @@ from typing import Any, cast
 import pytest
 import torch
 
+from megatron_stability.config import Record
 from megatron_stability.decide.config import Decide
 from megatron_stability.decide.episodes import Episodes
 from megatron_stability.decide.policy import TablePolicy
@@ -16,6 +17,7 @@ from megatron_stability.megatron.observers import losses
 from megatron_stability.megatron.writers import MegatronWriters
 from megatron_stability.pipeline import Pipeline
 from megatron_stability.records import StepRecord, Tier, Verdict
+from megatron_stability.report import tags
 
 pytestmark = pytest.mark.megatron
 
@@ -46,7 +48,7 @@ def test_each_rewind_begins_a_run_of_the_same_group(reachable: bool) -> None:
     wandb = FakeWandb(reachable)
     first = wandb.run
     host = cast(Host, SimpleNamespace(writers=lambda: (None, wandb)))
-    writers = MegatronWriters(host, Episodes([], 50), enabled=False, head_curves=False)
+    writers = MegatronWriters(host, Episodes([], 50), Record(tensorboard=False))
     writers.rewound(8)
     writers.rewound(4)
     assert first.summary == {"stability/undone_after_step": 8}
@@ -83,15 +85,19 @@ class Always:
 
 def test_what_is_open_is_counted_from_its_first_step_and_after_a_resume(capsys: pytest.CaptureFixture[str]) -> None:
     scalars: list[tuple[str, float, int]] = []
-    board = SimpleNamespace(add_scalar=lambda *row: scalars.append(row), add_text=lambda *row: None)
+    layouts: list[Any] = []
+    board = SimpleNamespace(
+        add_scalar=lambda *row: scalars.append(row), add_text=lambda *row: None, add_custom_scalars=layouts.append
+    )
     host = cast(Host, SimpleNamespace(writers=lambda: (board, None)))
     record = StepRecord(step=7, first_sample=0, samples=1, tokens=8.0, loss=2.0, grad_norm=1.0)
     first, resumed = Episodes([], 50), Episodes([], 50)
     for episodes in (first, resumed):
-        writers = MegatronWriters(host, episodes, enabled=True, head_curves=False)
+        writers = MegatronWriters(host, episodes, Record())
         resumed.load_state_dict(first.state_dict())
         pipeline = Pipeline(lambda seen: seen, [Always()], TablePolicy(Decide(), "act"), [writers], episodes)
         pipeline.finish(*pipeline.decide(record))
-    assert [row for row in scalars if "open" in row[0]] == [("stability/open-episodes", 1.0, 7)] * 2
+    assert [row for row in scalars if "open" in row[0]] == [("stability/step/open_episodes", 1.0, 7)] * 2
+    assert layouts == [tags.layout()] * 2
     writers.close()
     assert "always opened (watch), incident 7: so" in capsys.readouterr().out

@@ -36,7 +36,9 @@ def texts(folder: Path) -> list[str]:
 
     events = EventAccumulator(str(folder), size_guidance={"tensors": 0})
     events.Reload()
-    return [event.tensor_proto.string_val[0].decode() for event in events.Tensors("stability/episodes/text_summary")]
+    return [
+        event.tensor_proto.string_val[0].decode() for event in events.Tensors("stability/text/episodes/text_summary")
+    ]
 
 
 def test_growing_attention_logits_are_told(

@@ -13,7 +13,7 @@ from megatron_stability.errors import UsageError
 from megatron_stability.ledger.entries import read
 from megatron_stability.ledger.ledger import Ledger, RunInfo
 from megatron_stability.records import AttentionTable, StepRecord, Tier
-from megatron_stability.report.attention_curves import curves
+from megatron_stability.report.tags import table_scalars
 from tests.unit.steps import reduced
 
 
@@ -82,21 +82,22 @@ def test_the_ledger_keeps_tables_with_nan_and_inf(tmp_path: Path) -> None:
 
 
 def test_a_table_is_curves_of_layers_and_of_heads() -> None:
-    layers = curves(TABLE, heads=False)
+    layers = table_scalars(TABLE, "layers")
+    assert table_scalars(TABLE, "run") == {}
     assert layers == {
-        "attention/max-logit/decoder.layers.0": math.inf,
-        "attention/max-logit/mtp.layers.0": -2.0,
-        "attention/min-entropy/decoder.layers.0": 0.5,
-        "attention/min-entropy/mtp.layers.0": 0.25,
-        "attention/logit-growth/decoder.layers.0": 0.125,
-        "qk-clip/min-factor/decoder.layers.0": 0.5,
-        "qk-clip/min-factor/mtp.layers.0": 1.0,
-        "qk-clip/clips/decoder.layers.0": 5.0,
-        "qk-clip/clips/mtp.layers.0": 0.0,
-        "qk-norm/max-gain/mtp.layers.0": 1.25,
+        "stability/attention/max_logit/decoder.layers.0": math.inf,
+        "stability/attention/max_logit/mtp.layers.0": -2.0,
+        "stability/attention/min_entropy/decoder.layers.0": 0.5,
+        "stability/attention/min_entropy/mtp.layers.0": 0.25,
+        "stability/attention/logit_growth/decoder.layers.0": 0.125,
+        "stability/qk_clip/min_factor/decoder.layers.0": 0.5,
+        "stability/qk_clip/min_factor/mtp.layers.0": 1.0,
+        "stability/qk_clip/clips/decoder.layers.0": 5.0,
+        "stability/qk_clip/clips/mtp.layers.0": 0.0,
+        "stability/qk_norm/max_gain/mtp.layers.0": 1.25,
     }
-    heads = curves(TABLE, heads=True)
+    heads = table_scalars(TABLE, "heads")
     assert heads.items() > layers.items()
-    assert heads["attention/max-logit/decoder.layers.0/head-0"] == 1.5
-    assert heads["qk-clip/clips/decoder.layers.0/head-1"] == 3.0
-    assert "attention/min-entropy/decoder.layers.0/head-1" not in heads
+    assert heads["stability/attention/max_logit/decoder.layers.0/head_0"] == 1.5
+    assert heads["stability/qk_clip/clips/decoder.layers.0/head_1"] == 3.0
+    assert "stability/attention/min_entropy/decoder.layers.0/head_1" not in heads

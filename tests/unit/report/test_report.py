@@ -9,8 +9,8 @@ import pytest
 
 from megatron_stability.errors import EXIT_FINDING, EXIT_FINE, UsageError
 from megatron_stability.ledger.ledger import Ledger, RunInfo
-from megatron_stability.records import Action, Change, Decision, Episode, StepRecord, Tier, Verdict
-from megatron_stability.report import charts, command, episode_chart, summary
+from megatron_stability.records import Action, AttentionTable, Change, Decision, Episode, StepRecord, Tier, Verdict
+from megatron_stability.report import charts, command, episode_chart, signal_chart, summary
 from megatron_stability.report.runview import RunView
 
 EVIL = '<script>alert("x")</script><img src=http://a.b/c>'
@@ -350,3 +350,95 @@ def test_two_detectors_that_open_in_one_step_are_two_episodes_of_one_incident(tm
     shown = RunView.from_ledger(tmp_path / "run").summary()
     assert [episode["detector"] for episode in shown["episodes"]] == ["loss_spike", "loss_mad"]
     assert shown["incidents"] == 1
+
+
+def _page(tmp_path, *runs):
+    command.build_report([RunView.from_ledger(run) for run in runs], tmp_path / "page.html")
+    return (tmp_path / "page.html").read_text()
+
+
+def test_without_decisions_there_is_no_box_for_them_and_the_steps_are_labelled(tmp_path, folder):
+    with Ledger.open(tmp_path / "calm", resume_step=0, resume_sample=0, run_info=INFO) as ledger:
+        for step in range(1, 9):
+            write(ledger, step)
+    calm = charts.curves([RunView.from_ledger(tmp_path / "calm")])
+    assert "Decisions" not in [note.text for note in calm.layout.annotations]
+    assert (calm.layout.xaxis3.showticklabels, calm.layout.xaxis3.title.text) == (True, "step")
+    both = charts.curves([RunView.from_ledger(tmp_path / "calm"), RunView.from_ledger(folder)])
+    assert "Decisions" in [note.text for note in both.layout.annotations]
+
+
+def test_a_sentence_stands_once_and_a_digest_is_short(tmp_path):
+    digest = "0123456789abcdef" * 4
+    info = RunInfo(mode="act", versions={"patches": digest}, layout={})
+    with Ledger.open(tmp_path / "run", resume_step=0, resume_sample=0, run_info=info) as ledger:
+        verdict = Verdict(
+            detector="non_finite", tier=Tier.NON_FINITE, step=1, value=1.0, threshold=0.0, reason="THE-SENTENCE"
+        )
+        ledger.write(
+            StepRecord(step=1, first_sample=0, samples=8, tokens=64.0, loss=math.nan, grad_norm=1.0),
+            Decision(
+                step=1, action=Action.SKIP, advised=Action.SKIP, reason="skipped: THE-SENTENCE", verdicts=(verdict,)
+            ),
+        )
+    page = _page(tmp_path, tmp_path / "run")
+    incidents = page[page.index("<h2>Incidents</h2>") :]
+    assert incidents.count("THE-SENTENCE") == 1
+    assert f">{digest}<" not in page
+    assert ">0123456789ab…<" in page
+
+
+def test_every_measured_family_has_a_row_and_a_zoom_is_linked(tmp_path):
+    signals = {"log_z/weight": 4.0, "log_z/sum": 20.0, "log_z/square_sum": 100.0, "moe/dropped": 0.5, "clip_grad": 1.0}
+    with Ledger.open(tmp_path / "run", resume_step=0, resume_sample=0, run_info=INFO) as ledger:
+        for step in range(1, 4):
+            write(ledger, step, signals=signals | {"held_out/web": float(step)} if step == 2 else signals)
+        ledger.write_attention(_table(3, 7.0))
+        ledger.write_episode(Change.OPENED, _gone())
+        write(ledger, 4, signals=signals)
+        ledger.write_attention(_table(4, 9.0))
+    run = RunView.from_ledger(tmp_path / "run")
+    figure = signal_chart.signals([run])
+    assert {trace.name for trace in figure.data} == {
+        *("log_z/mean", "log_z/mean_square", "moe/dropped", "clip_grad", "held_out/web")
+    }
+    (mean,) = [trace for trace in figure.data if trace.name == "log_z/mean"]
+    assert list(mean.y) == [5.0] * 4
+    assert len(figure.layout.shapes) == 1
+    heat = signal_chart.layers([run]).data[0]
+    assert (list(heat.x), [list(row) for row in heat.z]) == ([3, 4], [[7.0, 9.0], [6.0, 6.0]])
+    page = _page(tmp_path, tmp_path / "run")
+    assert "<h2>Signals</h2>" in page
+    assert page.count('"meta":"steps"') == 4
+    assert 'layout.meta === "steps"' in page
+
+
+def test_a_map_of_many_tables_keeps_its_extremes(tmp_path, monkeypatch):
+    monkeypatch.setattr(signal_chart, "COLUMNS", 10)
+    with Ledger.open(tmp_path / "run", resume_step=0, resume_sample=0, run_info=INFO) as ledger:
+        for step in range(1, 101):
+            write(ledger, step)
+            ledger.write_attention(_table(step, 1000.0 if step == 57 else 7.0))
+    heat = signal_chart.layers([RunView.from_ledger(tmp_path / "run")]).data[0]
+    assert len(heat.x) == 10
+    assert max(heat.z[0]) == 1000.0
+
+
+def _table(step, largest):
+    grid = ((largest, 1.0), (6.0, 2.0))
+    fields = {f"{name}_lh": grid for name in ("max_logit", "entropy", "factor", "clips", "growth")}
+    return AttentionTable(step=step, layers=("decoder.layers.0", "decoder.layers.1"), max_gain_l=(1.0, 1.0), **fields)
+
+
+def _gone():
+    return Episode(
+        incident=2,
+        detector="loss_spike",
+        first_step=2,
+        last_step=3,
+        tier=Tier.SMALL,
+        value=9.0,
+        threshold=3.0,
+        verdicts=1,
+        reason="so",
+    )
