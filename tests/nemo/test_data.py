@@ -70,8 +70,10 @@ def test_other_data_and_weights_are_told_at_a_resume(bridge: Pool, tmp_path: Pat
     assert bridge.run(train, blend, settings, fresh, world=1, timeout=120)[0][0] == 0
     make(tmp_path / "b", draw.integers(0, 127, (40, 100)).tolist())
     other = {"blend_per_split": [([a, b], [0.25, 0.75]), None, None]}
+    scaled = settings | {"model.softmax_scale": 0.25}  # a name that Bridge alone has
     ((code, said),) = bridge.run(
-        train, other, settings, fresh | {"allow_changes": ("train_data_path",)}, world=1, timeout=120
+        train, other, scaled, fresh | {"allow_changes": ("train_data_path",)}, world=1, timeout=120
     )
     assert code == EXIT_UNUSABLE
+    assert "softmax_scale None -> 0.25" in said
     assert f"dataset ({a} had weight 0.5 and has 0.25; {b}.bin has other content)" in said

@@ -27,7 +27,7 @@ from megatron_stability.errors import UsageError
 from megatron_stability.megatron.access.flags import argument_table
 from megatron_stability.megatron.access.flags.argument_table import TRAINING, Effect, is_set
 from megatron_stability.megatron.checkpoint.resume import training_args
-from megatron_stability.megatron.checkpoint.resume.training_args import OPAQUE, plain
+from megatron_stability.megatron.checkpoint.resume.training_args import CONFIG_FIELDS, OPAQUE, plain
 from megatron_stability.megatron.checkpoint.run_files import Found, RunFiles
 from megatron_stability.megatron.patching import install_digest
 
@@ -67,6 +67,8 @@ def changes(saved: Manifest, now: Mapping[str, Any]) -> Iterator[Change]:
     """
     then, here = (each.get("megatron_core", "0") for each in (saved.versions, install_digest.versions()))
     for name in sorted({*saved.training, *now}):
+        if name in CONFIG_FIELDS and not (name in saved.training and name in now):
+            continue  # an older manifest, or a host with flags for it, doesn't say, and no default does
         was = saved.training[name] if name in saved.training else _default(name, then)
         is_now = now[name] if name in now else _default(name, here)
         if was is OPAQUE or is_now is OPAQUE or was in (MASK, is_now):  # a secret was not kept
@@ -80,7 +82,8 @@ def effect_of(name: str) -> Effect | None:
     row = argument_table.table().get(name)
     if row is not None:
         return row.effect
-    return argument_table.own_effects().get(name, Effect.MODEL if name in _config_defaults() else None)
+    field = name in CONFIG_FIELDS or name in _config_defaults()
+    return argument_table.own_effects().get(name, Effect.MODEL if field else None)
 
 
 def _default(name: str, release: str) -> Any:

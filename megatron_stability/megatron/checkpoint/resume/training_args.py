@@ -7,6 +7,7 @@ from argparse import Namespace
 from collections.abc import Iterator
 from enum import Enum
 from pathlib import Path
+from types import BuiltinFunctionType, FunctionType
 from typing import Any, Final
 
 import torch
@@ -18,6 +19,15 @@ from megatron_stability.megatron.access.flags import argument_table
 from megatron_stability.megatron.access.flags.argument_table import Effect, argument
 from megatron_stability.megatron.patching import install_digest
 
+#: Fields of the model's, optimizer's and gradient reduction's configuration that decide what is learnt and have no flag
+#: of their own: a host that keeps its settings in those (Megatron-Bridge, a fork) is compared in them too.
+CONFIG_FIELDS: Final = (
+    *("gated_linear_unit", "num_moe_experts", "softmax_scale", "activation_func", "original_max_position_embeddings"),
+    *("beta_fast", "beta_slow", "moe_router_topk_limited_devices", "moe_token_dropping", "decoupled_weight_decay"),
+    *("adaptive_muon_beta2", "adaptive_muon_eps", "adaptive_muon_moment2_method", "soap_shampoo_beta"),
+    *("soap_precondition_frequency", "soap_use_kl_shampoo", "grad_reduce_in_fp32", "tp_only_amax_red"),
+    *("fp8_dot_product_attention", "fp8_multi_head_attention", "share_embeddings_and_output_weights"),
+)
 _OWN_FLAGS = ("stability_", "drill_")  # the plugin's own names in Megatron's namespace
 
 
@@ -29,6 +39,7 @@ def training(args: Namespace, config: StabilityConfig) -> dict[str, Any]:
     """
     known = argument_table.table()
     names = [name for name, row in known.items() if row.effect not in (Effect.INERT, Effect.IGNORED)]
+    names += [name for name in CONFIG_FIELDS if name not in known]
     names += [name for name in vars(args) if name not in known and not name.startswith(_OWN_FLAGS)]
     values = {name: plain(getattr(args, name)) for name in names if hasattr(args, name)}
     if values.get("num_attention_heads"):
@@ -45,6 +56,8 @@ def plain(value: Any) -> Any:
         return value
     if isinstance(value, (Enum, torch.dtype)):
         return str(value)
+    if isinstance(value, (FunctionType, BuiltinFunctionType)) and "<" not in value.__qualname__:
+        return f"{value.__module__}.{value.__qualname__}"
     if isinstance(value, (list, tuple)):
         items = [plain(each) for each in value]
         return OPAQUE if OPAQUE in items else items
