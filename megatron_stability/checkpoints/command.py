@@ -20,6 +20,7 @@ from rich.table import Table
 from megatron_stability import terminal
 from megatron_stability.checkpoints import drill, generations, manifest
 from megatron_stability.checkpoints.generations import TRACKER, Generation
+from megatron_stability.echo import said
 from megatron_stability.errors import EXIT_FINDING, EXIT_FINE, UsageError
 
 EXAMPLE = """examples:
@@ -235,7 +236,8 @@ def _suspect(options: argparse.Namespace) -> int:
         return EXIT_FINE
     good = generations.newest_good(each.folder.parent)
     then = "no other is complete: a resume is refused" if good is None else f"a resume takes step {good.step} now"
-    terminal.console().print(f"{each.folder.name} is kept as evidence, suspect: {options.reason}; {then}", markup=False)
+    text = said(f"{each.folder.name} is kept as evidence, suspect: {options.reason}; {then}")
+    terminal.console().print(text, markup=False)
     return EXIT_FINE
 
 

@@ -104,7 +104,8 @@ def watcher(folder: Path, inbox: Inbox, *flags: str) -> command.Watcher:
 
 
 def two_looks_after(limit: float, watching: command.Watcher) -> list[Finding]:
-    """What the second look finds, of two that come once the limit has passed."""
+    """What the second look finds, of two that come once the limit has passed since what was written was seen."""
+    watching.step(time.time())
     time.sleep(limit + 0.2)
     watching.step(time.time())
     return watching.step(time.time())
