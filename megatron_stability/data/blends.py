@@ -53,9 +53,6 @@ def data_sets(args: Any) -> list[DataSet]:
         return blend("--data-path", "all", given["data_path"])
     if given["per_split_data_args_path"]:
         return _per_split("--per-split-data-args-path", given["per_split_data_args_path"])
-    per_split = [f"--{split}-data-path" for split in PER_SPLIT if getattr(args, f"{split}_data_path", None)]
-    if per_split and getattr(args, "split", None):
-        raise UsageError(f"--split {args.split}: shares out --data-path; with {per_split[0]} drop it")
     found = []
     for split in PER_SPLIT:
         found += blend(f"--{split}-data-path", split, getattr(args, f"{split}_data_path", None) or [])

@@ -29,7 +29,8 @@ def apart(context: Context, folder: str, rules: str) -> Any:
     def other_history(self: Runtime, update_successful: bool) -> None:
         done(self, update_successful)
         if context.rank == context.world - 1 and self._args.curr_iteration == 1:
-            self._history ^= 1
+            assert self._local is not None
+            self._local._history ^= 1
 
     config = Path(folder) / f"rank{context.rank}.yaml"
     config.write_text(rules)

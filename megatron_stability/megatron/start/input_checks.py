@@ -131,7 +131,7 @@ def check_data(args: argparse.Namespace) -> None:
         UsageError: names the setting and the file.
     """
     data_sets = blends.data_sets(args)
-    splits.refuse_unread(data_sets, getattr(args, "split", None))
+    splits.refuse_unread(data_sets, argument(args, "split"))
     indexes = {each.prefix: index.read(each.flag, each.prefix) for each in data_sets}
     splits.refuse_empty(data_sets, indexes, argument(args, "split"))
 

@@ -11,6 +11,7 @@ from typing import Any, cast
 import pytest
 from torch.utils.tensorboard import SummaryWriter
 
+from megatron_stability.config import Record
 from megatron_stability.decide.episodes import Episodes
 from megatron_stability.ledger import entries
 from megatron_stability.ledger.ledger import Ledger, RunInfo
@@ -67,7 +68,7 @@ def test_report_tensorboard_and_wandb_tell_one_story(tmp_path: Path, monkeypatch
     wandb.init(project="p", name="gpt", dir=str(tmp_path), config={"lr": 1e-3})
     board = SummaryWriter(str(tmp_path / "board"))
     host = cast(Host, SimpleNamespace(writers=lambda: (board, wandb)))
-    writers = MegatronWriters(host, Episodes([], 50), enabled=True, head_curves=False)
+    writers = MegatronWriters(host, Episodes([], 50), Record())
     monkeypatch.setattr("megatron_stability.megatron.writers.print_rank_last", lambda text: None)
     info = RunInfo(mode="act", versions={}, layout={})
     ledger = Ledger.open(tmp_path / "stability", resume_step=0, resume_sample=0, run_info=info)
@@ -90,9 +91,11 @@ def test_report_tensorboard_and_wandb_tell_one_story(tmp_path: Path, monkeypatch
     first, second = sorted((rows(file) for file in tmp_path.rglob("*.wandb")), key=lambda found: found[0][0])
     assert [number for number, _ in first] == list(range(1, INCIDENT + 1))
     assert [number for number, _ in second] == list(range(BACK_TO + 1, LAST + 1))
-    assert {values["stability/generation"] for _, values in first} == {"0"}
-    assert {values["stability/generation"] for _, values in second} == {"1"}
-    told = [(number, float(v["stability/loss"])) for number, v in (*first[:BACK_TO], *second)]
+    assert {values["stability/step/generation"] for _, values in first} == {"0"}
+    assert {values["stability/step/generation"] for _, values in second} == {"1"}
+    told = [(number, float(v["stability/step/loss"])) for number, v in (*first[:BACK_TO], *second)]
     assert told == surviving
-    shown = dict(artifacts.scalars(tmp_path / "board")["stability/loss"])  # the last row of a step, as its server does
+    shown = dict(
+        artifacts.scalars(tmp_path / "board")["stability/step/loss"]
+    )  # the last row of a step, as its server does
     assert shown == pytest.approx(dict(surviving), rel=1e-6)

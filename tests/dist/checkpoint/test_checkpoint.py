@@ -86,7 +86,8 @@ def test_a_resumed_run_is_the_uninterrupted_run_to_the_bit(
 def test_refusals_end_with_code_2_and_a_bad_file_means_the_older_one(patched_ranks: Pool, tmp_path: Path) -> None:
     """A missing --load; other arguments; then a corrupt newest generation, which the run passes over."""
     load = ("--load", str(tmp_path))
-    assert [code for code, _ in run(patched_ranks, tmp_path, *load)] == [2, 2]
+    nowhere = ("--load", str(tmp_path / "elsewhere"))  # the folder of --save itself would be a first start
+    assert [code for code, _ in run(patched_ranks, tmp_path, *nowhere)] == [2, 2]
     run(patched_ranks, tmp_path, "--save-interval", "3")
     assert [code for code, _ in run(patched_ranks, tmp_path, *load, "--lr", "2e-3")] == [2, 2]
     shard = tmp_path / "iter_0000006" / "__0_0.distcp"

@@ -195,7 +195,7 @@ def recipes(context: Context, folder: str) -> Any:
         if recipe == "none":
             for state in run.hook.states:
                 state.calibrating = True
-            run.hook._calibrate_until = 10**9
+            run.hook._guard.recalibrates_until = 10**9
         for _ in range(10):
             signals = run.step()
         results[recipe] = run.losses, signals

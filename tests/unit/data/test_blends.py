@@ -59,8 +59,3 @@ def test_what_cannot_be_meant(tmp_path: Path) -> None:
         named(data_args_path="nowhere")
     with pytest.raises(UsageError, match="drop one of the two"):
         named(data_args_path="nowhere", data_path=["a"])
-
-
-def test_a_split_of_data_that_are_split_already_is_refused() -> None:
-    with pytest.raises(UsageError, match="--split 9,1,0: shares out --data-path; with --train-data-path drop it"):
-        named(train_data_path=["a"], split="9,1,0")
