@@ -205,7 +205,7 @@ EXPERIMENTS: Mapping[str, Experiment] = {
         sweep=("3e-2",),
         more=("3e-3",),
         claims=_output,
-        shows={"log_z": "|log Z| at the end", "final_loss": "final loss"},
+        shows={"log_z": "absolute log Z at the end", "final_loss": "final loss"},
     ),
     "bad-data": Experiment(
         question="What do 24 bad steps of 160 cost on held-out text, and what does the data guard save?",
